@@ -1,0 +1,1 @@
+"""The write path: one replica is a supervised engine process and a collector of its KV events."""

@@ -1,0 +1,108 @@
+"""The ownership map: which member holds which block, and how busy is it?
+
+Members are replicas (they own blocks) and routers (they *claim*, for a replica, the blocks that a request in flight
+is about to compute there). Each `join` starts an incarnation: a new slot and a new epoch. From then on nothing that an
+earlier incarnation of the member wrote gives credit, and its later writes are refused (`Fenced`).
+A lease ends by itself `lease_s` after the last `renew`; with it ends all credit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from router.types import BlockHash, Load, Slot
+
+Kind = Literal["replica", "router"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """One incarnation of a member. `epoch` grows with every join in the fleet."""
+
+    member: str
+    kind: Kind
+    slot: Slot
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaRecord:
+    """What a replica tells about itself with every `renew`.
+
+    `trusted` is False while its collector is not sure of its engine's blocks; such a replica gets no credit.
+    """
+
+    replica_id: str
+    model: str
+    block_size: int
+    url: str = ""
+    blocks: int = 0
+    seq: int = -1
+    trusted: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RouterRecord:
+    """What a router tells with every `renew`: its own bookings in full, by replica slot. Never increments."""
+
+    loads: Mapping[int, Load] = field(default_factory=dict)
+
+
+Record = ReplicaRecord | RouterRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Blocks that came and went for one owner. `owner` is the replica's slot: the writer's own, or, in a router's
+    claim, that of the replica which is about to compute them. Removals are applied first."""
+
+    owner: Slot
+    added: Sequence[BlockHash] = ()
+    removed: Sequence[BlockHash] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Longest prefix of the asked chain at one replica, in blocks. `overlap` also counts live routers' claims."""
+
+    owned: int = 0
+    overlap: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The answer to one look-up: live members only, keyed by slot. A replica without a match is not in `matches`."""
+
+    replicas: Mapping[Slot, ReplicaRecord] = field(default_factory=dict)
+    routers: Mapping[Slot, RouterRecord] = field(default_factory=dict)
+    matches: Mapping[Slot, Match] = field(default_factory=dict)
+
+
+class OwnershipMap(Protocol):
+    """Shared by routers and collectors of one fleet (application + model).
+
+    Every method raises `OwnershipUnavailable` where the store can't be reached in time; `renew` and `write` raise
+    `Fenced` when the lease is no longer the member's current one.
+    """
+
+    async def join(self, member: str, record: Record, lease_s: float) -> Lease: ...
+
+    async def renew(self, lease: Lease, record: Record, lease_s: float) -> None: ...
+
+    async def leave(self, lease: Lease) -> None:
+        """End the lease now. Never raises `Fenced`."""
+
+    async def write(self, lease: Lease, writes: Sequence[Write]) -> None:
+        """Apply in order, each block idempotently."""
+
+    async def look_up(self, hashes: Sequence[BlockHash]) -> Snapshot:
+        """Longest prefixes of this chain at every live replica, with all live records: one round trip."""
+
+
+class Sweeper(Protocol):
+    """Housekeeping, done in slices by whoever has time."""
+
+    async def sweep(self, max_blocks: int) -> int:
+        """Remove what ended members left behind; how many blocks were handled, 0 when there is nothing left."""
