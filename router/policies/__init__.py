@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from importlib import import_module
+from typing import Protocol, cast
 
 from router.types import Ranked, ReplicaView
 
@@ -27,3 +28,27 @@ class Policy(Protocol):
 
     def rank(self, request: Request, candidates: Sequence[ReplicaView]) -> list[Ranked]:
         """All candidates, best first. Deterministic in its arguments. `candidates` is never empty."""
+
+
+NAMES = {
+    "predicted_ttft": "router.policies.predicted_ttft:PredictedTTFT",
+    "round_robin": "router.policies.round_robin:RoundRobin",
+    "power_of_two": "router.policies.power_of_two:PowerOfTwo",
+}
+
+
+def load_policy(name: str) -> Policy:
+    """The policy called `name`: one of `NAMES`, or `package.module:Class` of your own, made without arguments.
+
+    Raises ValueError that says what is wrong with the name.
+    """
+    module, _, attribute = NAMES.get(name, name).partition(":")
+    if not attribute:
+        raise ValueError(f"unknown policy {name!r}: use one of {', '.join(NAMES)}, or package.module:Class")
+    try:
+        policy = getattr(import_module(module), attribute)()
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ValueError(f"policy {name!r} can't be loaded: {error}") from error
+    if not callable(getattr(policy, "rank", None)):
+        raise ValueError(f"policy {name!r} has no rank() method")
+    return cast(Policy, policy)

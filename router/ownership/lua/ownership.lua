@@ -1,0 +1,201 @@
+#!lua name=@LIBRARY@
+-- The ownership map, on the server's side. Every function takes KEYS[1] = P, the fleet's key prefix, a bare hash tag:
+-- all keys of a fleet share one cluster slot.
+--
+--   P m           hash    member -> expiry (ms) double | epoch double | slot u16 | kind u8 | record   (big-endian)
+--   P e           string  the last epoch given out
+--   P s           set     slots in use: of live members, and of ended ones until they are swept
+--   P d           set     slots of ended members, to be swept
+--   P b HASH      string  who holds the block: sorted entries of 4 bytes, owner slot | claimant slot.
+--                         claimant 0: the owner's KV events say so; else: that router expects it to be computed there
+--   P w SLOT      list    everything the member in that slot wrote: entry | hash | hash ...  (what the sweeper undoes)
+--
+-- A hash is 16 bytes and is never turned into a number.
+
+local HEADER = '>ddHB'
+local HASH_BYTES = 16
+local MAX_SLOT = 65535
+
+local function now_ms()
+  local t = redis.call('TIME')
+  return tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000)
+end
+
+local function slot_key(slot)
+  return struct.pack('>H', slot)
+end
+
+local function end_member(p, member, slot)
+  redis.call('HDEL', p .. 'm', member)
+  redis.call('SADD', p .. 'd', slot_key(slot))
+end
+
+-- The member's slot, or nil where this epoch is not its current one.
+local function slot_of(p, member, epoch)
+  local record = redis.call('HGET', p .. 'm', member)
+  if not record then return nil end
+  local _, current, slot = struct.unpack(HEADER, record)
+  if current ~= tonumber(epoch) then return nil end
+  return slot
+end
+
+local function put_member(p, member, epoch, slot, kind, record, lease_ms)
+  local header = struct.pack(HEADER, now_ms() + tonumber(lease_ms), epoch, slot, tonumber(kind))
+  redis.call('HSET', p .. 'm', member, header .. record)
+end
+
+local function find_entry(entries, entry)
+  for i = 1, #entries, 4 do
+    local here = string.sub(entries, i, i + 3)
+    if here == entry then return i, true end
+    if here > entry then return i, false end
+  end
+  return #entries + 1, false
+end
+
+local function drop(key, entry)
+  local call, sub = redis.call, string.sub
+  local entries = call('GET', key)
+  if not entries then return end
+  local at, found = find_entry(entries, entry)
+  if not found then return end
+  if #entries == 4 then
+    call('DEL', key)
+  else
+    call('SET', key, sub(entries, 1, at - 1) .. sub(entries, at + 4))
+  end
+end
+
+local function put(key, entry)
+  local call, sub = redis.call, string.sub
+  local entries = call('GET', key)
+  if not entries then
+    call('SET', key, entry)
+    return
+  end
+  local at, found = find_entry(entries, entry)
+  if not found then call('SET', key, sub(entries, 1, at - 1) .. entry .. sub(entries, at)) end
+end
+
+-- ARGV: member, kind, record, lease (ms). Returns {slot, epoch as string}.
+local function join(keys, args)
+  local p, member = keys[1], args[1]
+  local call = redis.call
+  local previous = call('HGET', p .. 'm', member)
+  if previous then
+    local _, _, slot = struct.unpack(HEADER, previous)
+    end_member(p, member, slot)
+  end
+  if call('SCARD', p .. 's') >= MAX_SLOT then return redis.error_reply('FULL every slot is in use or waits to be swept') end
+  local epoch, slot
+  repeat
+    epoch = call('INCR', p .. 'e')
+    slot = (epoch - 1) % MAX_SLOT + 1
+  until call('SADD', p .. 's', slot_key(slot)) == 1
+  put_member(p, member, epoch, slot, args[2], args[3], args[4])
+  return {slot, tostring(epoch)}
+end
+
+-- ARGV: member, epoch, kind, record, lease (ms).
+local function renew(keys, args)
+  local slot = slot_of(keys[1], args[1], args[2])
+  if not slot then return redis.error_reply('FENCED') end
+  put_member(keys[1], args[1], tonumber(args[2]), slot, args[3], args[4], args[5])
+  return redis.status_reply('OK')
+end
+
+-- ARGV: member, epoch.
+local function leave(keys, args)
+  local slot = slot_of(keys[1], args[1], args[2])
+  if slot then end_member(keys[1], args[1], slot) end
+  return redis.status_reply('OK')
+end
+
+-- ARGV: member, epoch, then for each write: owner slot (2 bytes), hashes removed, hashes added.
+local function write(keys, args)
+  local p, sub, call = keys[1], string.sub, redis.call
+  local slot = slot_of(p, args[1], args[2])
+  if not slot then return redis.error_reply('FENCED') end
+  local own = slot_key(slot)
+  for i = 3, #args, 3 do
+    local owner, removed, added = args[i], args[i + 1], args[i + 2]
+    local entry = owner .. (owner == own and '\0\0' or own)
+    for j = 1, #removed, HASH_BYTES do
+      drop(p .. 'b' .. sub(removed, j, j + HASH_BYTES - 1), entry)
+    end
+    for j = 1, #added, HASH_BYTES do
+      put(p .. 'b' .. sub(added, j, j + HASH_BYTES - 1), entry)
+    end
+    if #added > 0 then call('RPUSH', p .. 'w' .. own, entry .. added) end
+  end
+  return redis.status_reply('OK')
+end
+
+-- ARGV: the chain, 16 bytes a block. Returns {now (ms), members flat, changes flat}; a change is {depth, entries}: the
+-- blocks up to this depth, back to the change before, are held by exactly these.
+--
+-- Everyone's holdings are prefix-closed, so the entries only shrink along the chain (or a claim takes over from an
+-- event), and equal ends mean an equal middle: with k distinct depths this reads O(k log n) keys.
+local function look_up(keys, args)
+  local call, sub, floor = redis.call, string.sub, math.floor
+  local p, chain = keys[1], args[1]
+  local prefix, n = p .. 'b', #chain / HASH_BYTES
+  local changes, len = {}, 0
+
+  local function entries(i)
+    return call('GET', prefix .. sub(chain, (i - 1) * HASH_BYTES + 1, i * HASH_BYTES)) or ''
+  end
+  local function narrow(low, at_low, high, at_high)
+    if high - low == 1 then
+      changes[len + 1], changes[len + 2] = low, at_low
+      len = len + 2
+      return
+    end
+    local middle = floor((low + high) / 2)
+    local at_middle = entries(middle)
+    if at_middle ~= at_low then narrow(low, at_low, middle, at_middle) end
+    if at_middle ~= at_high then narrow(middle, at_middle, high, at_high) end
+  end
+
+  if n > 0 then
+    local first = entries(1)
+    if first ~= '' then narrow(1, first, n + 1, '') end
+  end
+  return {tostring(now_ms()), call('HGETALL', p .. 'm'), changes}
+end
+
+-- ARGV: most blocks to handle (a little more may be done), milliseconds after which a lapsed lease is over for good.
+-- Returns how many blocks were handled.
+local function sweep(keys, args)
+  local p, call, sub = keys[1], redis.call, string.sub
+  local most, over = tonumber(args[1]), now_ms() - tonumber(args[2])
+  local members = call('HGETALL', p .. 'm')
+  for i = 1, #members, 2 do
+    local expiry, _, slot = struct.unpack(HEADER, members[i + 1])
+    if expiry < over then end_member(p, members[i], slot) end
+  end
+  local done = 0
+  while done < most do
+    local slot = call('SRANDMEMBER', p .. 'd')
+    if not slot then break end
+    local written = call('LPOP', p .. 'w' .. slot)
+    if written then
+      local entry = sub(written, 1, 4)
+      for j = 5, #written, HASH_BYTES do
+        drop(p .. 'b' .. sub(written, j, j + HASH_BYTES - 1), entry)
+        done = done + 1
+      end
+    else
+      call('SREM', p .. 'd', slot)
+      call('SREM', p .. 's', slot)
+    end
+  end
+  return done
+end
+
+redis.register_function('@LIBRARY@_join', join)
+redis.register_function('@LIBRARY@_renew', renew)
+redis.register_function('@LIBRARY@_leave', leave)
+redis.register_function('@LIBRARY@_write', write)
+redis.register_function{function_name='@LIBRARY@_look_up', callback=look_up, flags={'no-writes'}}
+redis.register_function('@LIBRARY@_sweep', sweep)

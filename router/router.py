@@ -1,0 +1,285 @@
+"""`Router`: from a request body to the replica that should have it.
+
+    body -> token ids -> block hashes -> look-up -> rank -> reserve
+
+Looking up is the only step that waits. Ranking and reserving happen in one go, so that of two requests arriving
+together the second one sees what the first one booked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from router.config import RouterConfig
+from router.errors import Fenced, OwnershipUnavailable, UnknownPrompt
+from router.hashing import chain, reusable_blocks
+from router.load import Bookings, Reservation
+from router.ownership import Lease, Match, OwnershipMap, RouterRecord, Snapshot
+from router.policies import Policy, Request, load_policy
+from router.types import BlockHash, Decision, Load, Prompt, ReplicaId, ReplicaView, Slot
+
+_OFF_LOOP_BYTES = 16_384
+"""Bodies above this are rendered and tokenised in a thread: about 4,000 tokens, some 25 ms."""
+_RETRY_S = 0.5
+"""How long after a failed look-up the map is left alone: a dead Redis must not cost every request the time-out."""
+_BYTES_A_TOKEN = 4
+
+logger = logging.getLogger("whohas.router")
+
+
+class PromptSource(Protocol):
+    """Where token ids come from; `router.prompt.PromptEncoder` is one."""
+
+    def prompt(self, path: str, body: Mapping[str, Any]) -> Prompt: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request with all that is known about its prompt, not placed yet.
+
+    `hashes`: every full block; an engine can reuse the first `reusable` of them. `note` says why nothing is known.
+    """
+
+    num_tokens: int
+    block_size: int = 0
+    hashes: Sequence[BlockHash] = ()
+    reusable: int = 0
+    snapshot: Snapshot = field(default_factory=Snapshot)
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A decision and what it booked; the holder must release the reservation exactly when the request is over."""
+
+    decision: Decision
+    reservation: Reservation
+
+
+class Router:
+    """One router of the fleet. `clock` in seconds, monotonic; `name` must be unique in the fleet."""
+
+    def __init__(
+        self,
+        name: str,
+        prompts: PromptSource,
+        ownership: OwnershipMap,
+        config: RouterConfig,
+        clock: Callable[[], float],
+        seed: int | None = None,
+    ) -> None:
+        self.name = name
+        self.counters: Counter[str] = Counter()
+        self.degraded = ""  # why decisions rest on load alone just now; "" when they don't
+        self._prompts = prompts
+        self._map = ownership
+        self._config = config
+        self._clock = clock
+        self._policy: Policy = load_policy(config.policy)
+        self._random = random.Random(seed)
+        self._turn = self._random.randrange(1 << 16)
+        self._bookings = Bookings(config.claim_s)
+        self._lock = threading.Lock()  # Ray Serve may rank on another thread than the one that releases
+        self._fleet = Snapshot()
+        self._lease: Lease | None = None
+        self._changed = asyncio.Event()
+        self._teller: asyncio.Task[None] | None = None
+        self._retry_at = float("-inf")
+
+    async def start(self) -> None:
+        """Join the fleet. A map that can't be reached is no reason to fail: it is tried again and again."""
+        await self._tell()
+        self._teller = asyncio.create_task(self._keep_telling(), name="whohas-teller")
+
+    async def close(self) -> None:
+        if self._teller is not None:
+            self._teller.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._teller
+        if self._lease is not None:
+            with contextlib.suppress(OwnershipUnavailable):
+                await self._map.leave(self._lease)
+
+    @property
+    def fleet(self) -> Snapshot:
+        """Replicas and routers as last heard of; no matches."""
+        return self._fleet
+
+    async def route(self, path: str, body: Mapping[str, Any], size: int, candidates: Sequence[ReplicaId]) -> Placement:
+        """Look up, rank, reserve. See `look_up` and `place`."""
+        return self.place(await self.look_up(path, body, size), candidates)
+
+    async def look_up(self, path: str, body: Mapping[str, Any], size: int) -> Asked:
+        """What is known of this request. `size`: bytes of the body. Raises `InvalidRequest`, nothing else."""
+        try:
+            if size > _OFF_LOOP_BYTES:
+                prompt = await asyncio.to_thread(self._prompts.prompt, path, body)
+            else:
+                prompt = self._prompts.prompt(path, body)
+        except UnknownPrompt as error:
+            self.counters[f"unknown_prompt.{error.reason}"] += 1
+            snapshot = await self._ask(())
+            return Asked(size // _BYTES_A_TOKEN, snapshot=snapshot, note=f"no token ids: {error}")
+        return await self.look_up_prompt(prompt)
+
+    async def look_up_prompt(self, prompt: Prompt) -> Asked:
+        """Like `look_up`, from token ids."""
+        block_size = _block_size(self._fleet) or _block_size(await self._ask(()))
+        hashes = chain(prompt.root, prompt.token_ids, block_size) if block_size else []
+        reusable = reusable_blocks(prompt.num_tokens, block_size) if block_size and prompt.reusable else 0
+        snapshot = await self._ask(hashes[:reusable])
+        note = self.degraded or ("" if prompt.reusable else "the engine recomputes this prompt")
+        return Asked(prompt.num_tokens, block_size, hashes, reusable, snapshot, note)
+
+    def decide(self, asked: Asked, candidates: Sequence[ReplicaId]) -> Decision:
+        """Rank without booking anything. `candidates` must not be empty."""
+        with self._lock:
+            return self._decide(asked, candidates)
+
+    def place(self, asked: Asked, candidates: Sequence[ReplicaId]) -> Placement:
+        """Rank and book the best. `candidates` must not be empty."""
+        with self._lock:
+            decision = self._decide(asked, candidates)
+            best = decision.candidates[0].view
+            slot = _slots(asked.snapshot).get(best.replica_id)
+            uncached = max(0, asked.num_tokens - best.overlap_blocks * asked.block_size)
+            claimed = asked.hashes[best.owned_blocks :] if asked.reusable else ()
+            reservation = self._bookings.reserve(best.replica_id, slot, uncached, claimed, self._clock())
+            self._turn += 1
+        self._changed.set()
+        return Placement(decision, reservation)
+
+    def first_token(self, placement: Placement) -> None:
+        """The engine has begun to answer. Once is enough; more often is harmless."""
+        with self._lock:
+            changed = self._bookings.first_token(placement.reservation)
+        if changed:
+            self._changed.set()
+
+    def release(self, placement: Placement) -> None:
+        """The request is over, however it ended. More often than once is harmless."""
+        with self._lock:
+            changed = self._bookings.release(placement.reservation, self._clock())
+        if changed:
+            self._changed.set()
+
+    def load(self, replica_id: ReplicaId) -> Load:
+        """What this router alone has booked there."""
+        return self._bookings.load(replica_id)
+
+    def _decide(self, asked: Asked, candidates: Sequence[ReplicaId]) -> Decision:
+        slots, others = _slots(asked.snapshot), self._loads_of_others(asked.snapshot)
+        views = [self._view(asked, replica, slots.get(replica), others) for replica in sorted(candidates)]
+        request = Request(asked.num_tokens, asked.block_size, self._random.random(), self._turn)
+        ranked = self._policy.rank(request, views)
+        predicted = ranked[0].view.overlap_blocks * asked.block_size
+        return Decision(asked.num_tokens, predicted, ranked, _reason(asked, ranked[0].view, views))
+
+    def _view(self, asked: Asked, replica: ReplicaId, slot: Slot | None, others: Mapping[int, Load]) -> ReplicaView:
+        load = self._bookings.load(replica)
+        if slot is None:
+            return ReplicaView(replica, load=load)
+        load += others.get(slot, Load())
+        record = asked.snapshot.replicas[slot]
+        if record.block_size != asked.block_size or not record.trusted:
+            return ReplicaView(replica, load=load)
+        match = asked.snapshot.matches.get(slot, Match())
+        overlap = self._bookings.claimed_depth(slot, asked.hashes[: asked.reusable], match.overlap)
+        return ReplicaView(replica, match.owned, overlap, load)
+
+    def _loads_of_others(self, snapshot: Snapshot) -> Mapping[int, Load]:
+        total: dict[int, Load] = {}
+        for router, record in snapshot.routers.items():
+            if self._lease is not None and router == self._lease.slot:
+                continue
+            for slot, load in record.loads.items():
+                total[slot] = total.get(slot, Load()) + load
+        return total
+
+    async def _ask(self, hashes: Sequence[BlockHash]) -> Snapshot:
+        """The map's answer, or, while it can't be had in time, the last known members without any match."""
+        if self._clock() >= self._retry_at:
+            try:
+                snapshot = await self._map.look_up(hashes)
+            except OwnershipUnavailable as error:
+                self._unavailable(error)
+            else:
+                self._available(snapshot)
+                return snapshot
+        self.counters["look_up_skipped"] += 1
+        return Snapshot(replicas=self._fleet.replicas)
+
+    def _available(self, snapshot: Snapshot) -> None:
+        if self.degraded:
+            logger.info("the ownership map answers again")
+        self.degraded, self._retry_at = "", float("-inf")
+        self._fleet = Snapshot(snapshot.replicas, snapshot.routers)
+
+    def _unavailable(self, error: OwnershipUnavailable) -> None:
+        if not self.degraded:
+            logger.warning("routing by load alone: %s", error)
+        self.counters["map_unavailable"] += 1
+        self.degraded = str(error)
+        self._retry_at = self._clock() + _RETRY_S
+
+    async def _keep_telling(self) -> None:
+        """Tell the fleet what is booked here: at once when it changes, and often enough to keep the lease."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._config.lease_s / 3):
+                    await self._changed.wait()
+            self._changed.clear()
+            if not await self._tell():
+                await asyncio.sleep(_RETRY_S)
+
+    async def _tell(self) -> bool:
+        with self._lock:
+            self._bookings.expire(self._clock())
+            record = RouterRecord(self._bookings.loads())
+            writes = self._bookings.take_writes() if self._lease else self._bookings.all_claims()
+        try:
+            if self._lease is None:
+                self._lease = await self._map.join(self.name, record, self._config.lease_s)
+            else:
+                await self._map.renew(self._lease, record, self._config.lease_s)
+            await self._map.write(self._lease, writes)
+            if not self._fleet.replicas or self.degraded:
+                self._available(await self._map.look_up(()))
+        except Fenced:
+            self._lease = None
+            self._changed.set()
+        except OwnershipUnavailable as error:
+            self._lease = None  # what was to be told may be lost: join anew and tell all
+            self._unavailable(error)
+            return False
+        return True
+
+
+def _slots(snapshot: Snapshot) -> dict[str, Slot]:
+    return {record.replica_id: slot for slot, record in snapshot.replicas.items()}
+
+
+def _block_size(snapshot: Snapshot) -> int:
+    """The fleet's block size; where replicas differ, that of most of them. 0 while none is known."""
+    sizes = Counter(record.block_size for record in snapshot.replicas.values())
+    return sizes.most_common(1)[0][0] if sizes else 0
+
+
+def _reason(asked: Asked, best: ReplicaView, views: Sequence[ReplicaView]) -> str:
+    if asked.note:
+        return f"by load alone: {asked.note}"
+    longest = max(view.overlap_blocks for view in views)
+    if longest == 0:
+        return "nobody holds a block of this prompt: the least busy replica"
+    held = f"{best.overlap_blocks} of {len(asked.hashes)} blocks held"
+    if best.overlap_blocks == longest:
+        return f"{held}, the most anywhere, at the lowest cost"
+    return f"{held}; another replica holds {longest} but costs more"

@@ -1,0 +1,61 @@
+"""`serve.app:build`: the Serve application, from the `args` of a config file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+
+from serve.config import AppConfig
+from serve.ingress import Ingress
+from serve.replica import ReplicaActor
+
+_MANY = 100_000  # Serve's own limit on requests in flight must never be the one that bites: policies decide
+
+
+def build(args: AppConfig) -> Application:
+    """Ingress in front, one fleet of replicas behind it."""
+    replicas = serve.deployment(ReplicaActor, name="Replica").options(**_replica_options(args))
+    ingress = serve.deployment(serve.ingress()(Ingress), name="Ingress").options(
+        num_replicas=args.ingress.num_replicas,
+        max_ongoing_requests=_MANY,
+        ray_actor_options={"num_cpus": 0.1},
+        health_check_period_s=2,
+        graceful_shutdown_timeout_s=args.drain_s + 10,
+        graceful_shutdown_wait_loop_s=0.2,
+    )
+    return ingress.bind(replicas.bind(args), args)
+
+
+def _replica_options(args: AppConfig) -> dict[str, Any]:
+    engine = args.engine
+    gpus = engine.tensor_parallel_size if engine.kind == "vllm" else 0
+    options: dict[str, Any] = {
+        "max_ongoing_requests": _MANY,
+        "ray_actor_options": {"num_cpus": 1 if gpus else 0.1, "num_gpus": gpus},
+        "health_check_period_s": 2,
+        "health_check_timeout_s": 10,
+        # The actor's own drain must be able to finish before Serve kills it.
+        "graceful_shutdown_timeout_s": args.drain_s + 20,
+        "graceful_shutdown_wait_loop_s": 0.2,
+        "request_router_config": RequestRouterConfig(request_router_class="serve.request_router:PrefixRequestRouter"),
+    }
+    if args.autoscaling is None:
+        return {**options, "num_replicas": args.replicas}
+    bounds = args.autoscaling
+    options["autoscaling_config"] = AutoscalingConfig(
+        min_replicas=bounds.min_replicas,
+        max_replicas=bounds.max_replicas,
+        initial_replicas=max(bounds.min_replicas, min(args.replicas, bounds.max_replicas)),
+        upscale_delay_s=bounds.upscale_delay_s,
+        downscale_delay_s=bounds.downscale_delay_s,
+        metrics_interval_s=bounds.metrics_interval_s,
+        look_back_period_s=bounds.look_back_period_s,
+        policy=AutoscalingPolicy(
+            policy_function="serve.autoscaling_policy:OngoingRequestsPolicy",
+            policy_kwargs={"target_ongoing_requests": bounds.target_ongoing_requests},
+        ),
+    )
+    return options

@@ -1,0 +1,69 @@
+"""The `args` of the Serve config file. Wrong or unknown fields are named at start."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from replicas.config import EngineConfig
+from router.config import RouterConfig
+
+DEFAULT_REDIS = "redis://127.0.0.1:6379/0"
+
+
+class AutoscalingSection(BaseModel):
+    """Bounds and aim of the replica count; delays as in Ray Serve, in seconds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    min_replicas: int = Field(1, ge=1)
+    max_replicas: int = Field(4, ge=1)
+    target_ongoing_requests: float = Field(16.0, gt=0)
+    upscale_delay_s: float = Field(30.0, ge=0)
+    downscale_delay_s: float = Field(600.0, ge=0)
+    metrics_interval_s: float = Field(5.0, gt=0)
+    look_back_period_s: float = Field(15.0, gt=0)
+
+
+class IngressSection(BaseModel):
+    """The HTTP front, one process a replica. `max_body_bytes`: larger bodies get a 413."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_replicas: int = Field(2, ge=1)
+    max_body_bytes: int = Field(16 * 2**20, ge=1024)
+    connect_timeout_s: float = Field(2.0, gt=0)
+    no_replica_timeout_s: float = Field(30.0, gt=0)
+
+
+class AppConfig(BaseModel):
+    """One application: one model, one fleet.
+
+    `tokenizer`: a directory, a Hugging Face id, or "builtin"; empty means that of `model`. `fleet` names what shares
+    the ownership map; empty means the model's name. `replicas` is a fixed number unless `autoscaling` is given.
+    `drain_s`: how long a stopping replica may finish what it runs.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field(min_length=1)
+    tokenizer: str = ""
+    adapters: tuple[str, ...] = ()
+    engine: EngineConfig = EngineConfig()
+    redis: str = Field(DEFAULT_REDIS, pattern=r"^(rediss?|unix)://")
+    fleet: str = ""
+    replicas: int = Field(1, ge=1)
+    autoscaling: AutoscalingSection | None = None
+    router: RouterConfig = RouterConfig()
+    ingress: IngressSection = IngressSection()
+    drain_s: float = Field(120.0, ge=0)
+
+    @property
+    def fleet_name(self) -> str:
+        return self.fleet or self.model
+
+    @property
+    def engine_config(self) -> EngineConfig:
+        """The engine's settings with what the whole application shares filled in."""
+        return replace(self.engine, model=self.model, tokenizer=self.tokenizer)

@@ -1,0 +1,126 @@
+"""Prometheus metrics of one ingress process, and the sum over all of them behind one `/metrics`.
+
+A scrape reaches any of the ingress processes, so each leaves its figures in Redis every few seconds and answers with
+everybody's, told apart by the label `ingress`. While Redis is away a process answers with its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from router.ownership import Snapshot
+
+_PERIOD_S = 2.0
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
+
+
+class Metrics:
+    """The figures of this process. Names start with `whohas_`; times are in seconds, sizes in tokens."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        r = self.registry
+        self.requests = Counter("whohas_requests", "Requests answered", ["status"], registry=r)
+        self.retries = Counter("whohas_retries", "Requests sent to a second replica", registry=r)
+        self.in_flight = Gauge("whohas_in_flight", "Requests being answered", registry=r)
+        self.decision = Histogram(
+            "whohas_decision_seconds", "Body to decision, look-up included", buckets=_SECONDS, registry=r
+        )
+        self.first_byte = Histogram(
+            "whohas_time_to_first_byte_seconds", "Request to first byte of the answer", buckets=_SECONDS, registry=r
+        )
+        self.prompt_tokens = Counter("whohas_prompt_tokens", "Prompt tokens routed", registry=r)
+        self.predicted = Counter("whohas_predicted_cached_tokens", "Cached tokens promised", registry=r)
+        self.reported = Counter("whohas_reported_cached_tokens", "Cached tokens reported by engines", registry=r)
+        self.predictions = Counter(
+            "whohas_predictions", "Answers that tell cached tokens, by how the promise held", ["outcome"], registry=r
+        )
+        self.by_load = Counter("whohas_routed_by_load", "Decisions without look-up, by reason", ["reason"], registry=r)
+        self.degraded = Gauge("whohas_ownership_map_unavailable", "1 while routing by load alone", registry=r)
+        self.replicas = Gauge("whohas_replicas", "Replicas in the ownership map", registry=r)
+        self.blocks = Gauge("whohas_replica_blocks", "KV blocks owned", ["replica"], registry=r)
+
+    def observe_prediction(self, predicted: int, reported: int) -> None:
+        self.reported.inc(reported)
+        outcome = "exact" if predicted == reported else "too_high" if predicted > reported else "too_low"
+        self.predictions.labels(outcome).inc()
+
+    def observe_fleet(self, fleet: Snapshot, degraded: bool) -> None:
+        self.degraded.set(degraded)
+        self.replicas.set(len(fleet.replicas))
+        self.blocks.clear()
+        for record in fleet.replicas.values():
+            self.blocks.labels(record.replica_id).set(record.blocks)
+
+    def text(self) -> str:
+        return generate_latest(self.registry).decode()
+
+
+class SharedMetrics:
+    """Everybody's figures through Redis. `key` is common to the fleet, `name` this process's own."""
+
+    def __init__(self, metrics: Metrics, redis_url: str, key: str, name: str, timeout_s: float = 1.0) -> None:
+        self._metrics = metrics
+        self._key = key
+        self._name = name
+        self._redis = Redis.from_url(redis_url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
+        self._publisher: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._publisher = asyncio.create_task(self._publish(), name="whohas-metrics")
+
+    async def close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._publisher
+        with contextlib.suppress(RedisError, OSError):
+            await self._redis.delete(f"{self._key}:{self._name}")
+        await self._redis.aclose()
+
+    async def text(self) -> bytes:
+        """The exposition of all ingress processes."""
+        texts = {self._name: self._metrics.text()}
+        with contextlib.suppress(RedisError, OSError):
+            async for key in self._redis.scan_iter(match=_glob(self._key) + ":*", count=1000):
+                name = key.decode().rpartition(":")[2]
+                if name not in texts and (raw := await self._redis.get(key)):
+                    texts[name] = raw.decode()
+        registry = CollectorRegistry()
+        registry.register(_Merged(texts.items()))
+        return generate_latest(registry)
+
+    async def _publish(self) -> None:
+        while True:
+            with contextlib.suppress(RedisError, OSError):
+                await self._redis.set(f"{self._key}:{self._name}", self._metrics.text(), px=int(_PERIOD_S * 5000))
+            await asyncio.sleep(_PERIOD_S)
+
+
+class _Merged:
+    """Collector over several expositions, each sample with the label `ingress`."""
+
+    def __init__(self, texts: Iterable[tuple[str, str]]) -> None:
+        self._texts = list(texts)
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for name, text in self._texts:
+            for family in text_string_to_metric_families(text):
+                merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                for sample in family.samples:
+                    labels = {**sample.labels, "ingress": name}
+                    merged.samples.append(sample._replace(labels=labels))
+        yield from families.values()
+
+
+def _glob(literal: str) -> str:
+    return "".join(f"[{c}]" if c in "*?[]" else c for c in literal)

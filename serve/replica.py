@@ -1,0 +1,59 @@
+"""The Ray actor around one replica: hands its life-cycle to Serve, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Any
+
+from ray import serve
+
+from replicas.replica import Replica
+from router.errors import OwnershipUnavailable
+from router.ownership.redis import RedisOwnershipMap
+from serve.autoscaling_policy import ONGOING
+from serve.config import AppConfig
+
+logger = logging.getLogger("whohas.replica")
+_LOAD_PERIOD_S = 1.0
+
+
+class ReplicaActor:
+    """Requests never pass through here: the ingress talks to the engine's own port, named in the metadata."""
+
+    async def __init__(self, config: AppConfig) -> None:
+        context = serve.get_replica_context()
+        self._drain_s = config.drain_s
+        self._map = RedisOwnershipMap(config.redis, config.fleet_name)
+        try:
+            await self._map.connect()
+        except OwnershipUnavailable as error:
+            logger.warning("starting without the ownership map: %s", error)
+        rank = context.rank.rank if context.rank is not None else 0
+        self._replica = await Replica.start(
+            context.replica_id.unique_id, config.engine_config, self._map, config.router.lease_s, rank=rank
+        )
+        self._load: dict[str, float] = {}
+        self._poller = asyncio.create_task(self._poll_load(), name="whohas-load")
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        record = self._replica.record
+        return {"url": record.url, "model": record.model, "block_size": record.block_size}
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        return {ONGOING: self._load.get("num_running", 0.0) + self._load.get("num_waiting", 0.0)}
+
+    async def check_health(self) -> None:
+        await self._replica.check_health()
+
+    async def _poll_load(self) -> None:
+        while True:
+            with contextlib.suppress(OSError, ValueError, TimeoutError):
+                self._load = await self._replica.load()
+            await asyncio.sleep(_LOAD_PERIOD_S)
+
+    async def __del__(self) -> None:
+        self._poller.cancel()
+        await self._replica.stop(self._drain_s)
+        await self._map.close()

@@ -1,0 +1,69 @@
+"""The pick, made through Ray Serve: our ranking inside Serve's own view of who is running.
+
+Ray Serve keeps one `PrefixRequestRouter` in every process that holds a handle to the replicas, and asks it for each
+request. The request's argument is a `Pick`, an object of this very process; nothing of it is ever sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+from router.types import ReplicaId
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A running replica: its id and the base URL of its engine's HTTP server."""
+
+    replica_id: ReplicaId
+    url: str
+
+
+class Pick(Protocol):
+    """Chooses among the replicas that Serve says are running."""
+
+    def choose(self, candidates: Sequence[ReplicaId]) -> ReplicaId: ...
+
+
+_running: dict[str, tuple[Candidate, ...]] = {}
+
+
+def running(deployment: str, app: str) -> tuple[Candidate, ...]:
+    """The replicas that Serve last told this process about; empty before the first pick was asked for."""
+    return _running.get(f"{app}/{deployment}", ())
+
+
+def candidate_of(replica_id: str, metadata: Mapping[str, Any]) -> Candidate:
+    return Candidate(ReplicaId(replica_id), str(metadata["url"]))
+
+
+class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]  # ray has no type hints here
+    """Adapter only: policies live in `router/`, where they can be read and tested without Ray."""
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        _running[f"{self._deployment_id.app_name}/{self._deployment_id.name}"] = tuple(
+            candidate_of(replica.replica_id.unique_id, replica.replica_metadata)
+            for replica in replicas
+            if replica.replica_metadata
+        )
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        if pending_request is None:
+            return [candidate_replicas]
+        # Without this an empty answer makes Serve ask again at once and for ever, and the loop never yields.
+        pending_request.routing_context.should_backoff = True
+        pick = pending_request.args[0] if pending_request.args else None
+        choose = getattr(pick, "choose", None)
+        if choose is None:  # a plain method call on the handle: any replica will do
+            return [candidate_replicas]
+        by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas if replica.replica_metadata}
+        if not by_id:
+            return []
+        return [[by_id[choose(list(by_id))]]]

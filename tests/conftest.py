@@ -1,0 +1,23 @@
+"""Fixtures that several test folders share."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from serve.embedded_valkey import EmbeddedValkey
+
+
+@pytest.fixture(scope="session")
+def valkey_url() -> Iterator[str]:
+    """URL of a real Valkey server, one for the whole session: keep to keys of your own `fleet`."""
+    with EmbeddedValkey() as valkey:
+        yield valkey.url
+
+
+@pytest.fixture
+def fleet() -> str:
+    """A fleet name that no other test has."""
+    return f"test-{uuid.uuid4().hex[:12]}"
