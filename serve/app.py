@@ -17,15 +17,16 @@ _MANY = 100_000  # Serve's own limit on requests in flight must never be the one
 
 def build(args: AppConfig) -> Application:
     """Ingress in front, one fleet of replicas behind it."""
-    replicas = serve.deployment(ReplicaActor, name="Replica").options(**_replica_options(args))
-    ingress = serve.deployment(serve.ingress()(Ingress), name="Ingress").options(
+    replicas = serve.deployment(name="Replica", **_replica_options(args))(ReplicaActor)
+    ingress = serve.deployment(
+        name="Ingress",
         num_replicas=args.ingress.num_replicas,
         max_ongoing_requests=_MANY,
         ray_actor_options={"num_cpus": 0.1},
         health_check_period_s=2,
         graceful_shutdown_timeout_s=args.drain_s + 10,
         graceful_shutdown_wait_loop_s=0.2,
-    )
+    )(serve.ingress()(Ingress))
     return ingress.bind(replicas.bind(args), args)
 
 

@@ -17,13 +17,13 @@ class AutoscalingSection(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    min_replicas: int = Field(1, ge=1)
-    max_replicas: int = Field(4, ge=1)
-    target_ongoing_requests: float = Field(16.0, gt=0)
-    upscale_delay_s: float = Field(30.0, ge=0)
-    downscale_delay_s: float = Field(600.0, ge=0)
-    metrics_interval_s: float = Field(5.0, gt=0)
-    look_back_period_s: float = Field(15.0, gt=0)
+    min_replicas: int = Field(default=1, ge=1)
+    max_replicas: int = Field(default=4, ge=1)
+    target_ongoing_requests: float = Field(default=16.0, gt=0)
+    upscale_delay_s: float = Field(default=30.0, ge=0)
+    downscale_delay_s: float = Field(default=600.0, ge=0)
+    metrics_interval_s: float = Field(default=5.0, gt=0)
+    look_back_period_s: float = Field(default=15.0, gt=0)
 
 
 class IngressSection(BaseModel):
@@ -31,10 +31,10 @@ class IngressSection(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    num_replicas: int = Field(2, ge=1)
-    max_body_bytes: int = Field(16 * 2**20, ge=1024)
-    connect_timeout_s: float = Field(2.0, gt=0)
-    no_replica_timeout_s: float = Field(30.0, gt=0)
+    num_replicas: int = Field(default=2, ge=1)
+    max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
+    connect_timeout_s: float = Field(default=2.0, gt=0)
+    no_replica_timeout_s: float = Field(default=30.0, gt=0)
 
 
 class AppConfig(BaseModel):
@@ -53,11 +53,11 @@ class AppConfig(BaseModel):
     engine: EngineConfig = EngineConfig()
     redis: str = Field(DEFAULT_REDIS, pattern=r"^(rediss?|unix)://")
     fleet: str = ""
-    replicas: int = Field(1, ge=1)
+    replicas: int = Field(default=1, ge=1)
     autoscaling: AutoscalingSection | None = None
     router: RouterConfig = RouterConfig()
     ingress: IngressSection = IngressSection()
-    drain_s: float = Field(120.0, ge=0)
+    drain_s: float = Field(default=120.0, ge=0)
 
     @property
     def fleet_name(self) -> str:

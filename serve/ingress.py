@@ -72,7 +72,7 @@ class _Pick:
 class Ingress:
     """One process of the front. Raw ASGI: what arrives is forwarded, nothing is decoded on the way."""
 
-    async def __init__(self, replicas: DeploymentHandle, config: AppConfig) -> None:
+    async def __init__(self, replicas: DeploymentHandle[Any], config: AppConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         context = serve.get_replica_context()
         self._name = context.replica_id.unique_id
         self._config = config
@@ -96,9 +96,12 @@ class Ingress:
         self._shared_metrics.start()
 
     def __serve_build_asgi_app__(self) -> Any:
-        return self._app
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:  # uvicorn takes methods for ASGI 2
+            await self._answer(scope, receive, send)
 
-    async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        return app
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
             return

@@ -93,7 +93,7 @@ class SharedMetrics:
             async for key in self._redis.scan_iter(match=_glob(self._key) + ":*", count=1000):
                 name = key.decode().rpartition(":")[2]
                 if name not in texts and (raw := await self._redis.get(key)):
-                    texts[name] = raw.decode()
+                    texts[name] = bytes(raw).decode()  # type: ignore[arg-type]
         registry = CollectorRegistry()
         registry.register(_Merged(texts.items()))
         return generate_latest(registry)

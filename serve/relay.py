@@ -26,6 +26,7 @@ _HOP_BY_HOP = {
     b"upgrade",
 }
 _REQUEST_ONLY = _HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+_ANSWER_ONLY = _HOP_BY_HOP | {b"date", b"server"}  # the ingress's own HTTP server sets these
 _TAIL_BYTES = 4096
 _CACHED_TOKENS = re.compile(rb'(?<!\\)"cached_tokens"\s*:\s*(\d+)')  # a quote within generated text is escaped
 _DONE = b"data: [DONE]\n\n"
@@ -74,7 +75,7 @@ class Upstream:
             async with self._session.request(
                 scope["method"], target, data=body or None, headers=headers, allow_redirects=False
             ) as response:
-                kept = [pair for pair in response.raw_headers if pair[0].lower() not in _HOP_BY_HOP]
+                kept = [pair for pair in response.raw_headers if pair[0].lower() not in _ANSWER_ONLY]
                 start = {"type": "http.response.start", "status": response.status, "headers": [*kept, *extra]}
                 tail = b""
                 async for chunk in response.content.iter_any():

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from typing import Any
 
+import ray
 from ray import serve
 
 from replicas.replica import Replica
@@ -22,7 +23,7 @@ _LOAD_PERIOD_S = 1.0
 class ReplicaActor:
     """Requests never pass through here: the ingress talks to the engine's own port, named in the metadata."""
 
-    async def __init__(self, config: AppConfig) -> None:
+    async def __init__(self, config: AppConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         context = serve.get_replica_context()
         self._drain_s = config.drain_s
         self._map = RedisOwnershipMap(config.redis, config.fleet_name)
@@ -32,7 +33,12 @@ class ReplicaActor:
             logger.warning("starting without the ownership map: %s", error)
         rank = context.rank.rank if context.rank is not None else 0
         self._replica = await Replica.start(
-            context.replica_id.unique_id, config.engine_config, self._map, config.router.lease_s, rank=rank
+            context.replica_id.unique_id,
+            config.engine_config,
+            self._map,
+            config.router.lease_s,
+            rank=rank,
+            host=_node_address(),
         )
         self._load: dict[str, float] = {}
         self._poller = asyncio.create_task(self._poll_load(), name="whohas-load")
@@ -57,3 +63,9 @@ class ReplicaActor:
         self._poller.cancel()
         await self._replica.stop(self._drain_s)
         await self._map.close()
+
+
+def _node_address() -> str:
+    """The address under which Ray knows this node: that is where routers on other nodes reach the engine."""
+    here = ray.get_runtime_context().get_node_id()
+    return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == here)

@@ -29,28 +29,25 @@ class Pick(Protocol):
     def choose(self, candidates: Sequence[ReplicaId]) -> ReplicaId: ...
 
 
-_running: dict[str, tuple[Candidate, ...]] = {}
+_running: dict[str, list[RunningReplica]] = {}
 
 
-def running(deployment: str, app: str) -> tuple[Candidate, ...]:
+def running(deployment: str, app: str) -> list[Candidate]:
     """The replicas that Serve last told this process about; empty before the first pick was asked for."""
-    return _running.get(f"{app}/{deployment}", ())
+    known = _running.get(f"{app}/{deployment}", [])
+    return [candidate_of(one.replica_id.unique_id, one.replica_metadata) for one in known if one.replica_metadata]
 
 
 def candidate_of(replica_id: str, metadata: Mapping[str, Any]) -> Candidate:
     return Candidate(ReplicaId(replica_id), str(metadata["url"]))
 
 
-class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]  # ray has no type hints here
+class PrefixRequestRouter(RequestRouter):
     """Adapter only: policies live in `router/`, where they can be read and tested without Ray."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        _running[f"{self._deployment_id.app_name}/{self._deployment_id.name}"] = tuple(
-            candidate_of(replica.replica_id.unique_id, replica.replica_metadata)
-            for replica in replicas
-            if replica.replica_metadata
-        )
+        _running[f"{self._deployment_id.app_name}/{self._deployment_id.name}"] = replicas
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -1,6 +1,6 @@
 """The default policy: predicted time to first token, and what the choice costs everybody else.
 
-    cost = wait + prefill + share * prefill * (1 + sequences decoding or waiting there) + 2 ms * sequences decoding there
+    cost = wait + prefill + share * prefill * (1 + requests decoding or waiting there) + 2 ms * requests decoding there
 
 `wait` is the uncached prefill booked there and not yet done, `prefill` this request's own uncached part, both over the
 replica's prefill rate. The third term is the delay that this prefill adds for everyone who shares the replica's steps;
@@ -19,8 +19,9 @@ from router.types import Ranked, ReplicaView
 _EXTERNALITY = 0.2
 _DECODE_S = 0.002
 _CRUMB = 0.02
-"""An overlap below this share of the prompt is no reason to prefer a replica: it would gather every cold prompt that
-starts with the same few tokens on one of several idle replicas."""
+_CRUMB_TOKENS = 64
+"""An overlap below this share of the prompt, or below this many tokens (their prefill is lost in one step's time), is no
+reason to prefer a replica: all cold or short prompts that start alike would gather on one of several idle replicas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class PredictedTTFT:
 
     def _price(self, request: Request, view: ReplicaView) -> Ranked:
         held = view.overlap_blocks * request.block_size
-        if held < _CRUMB * request.num_tokens:
+        if held < max(_CRUMB_TOKENS, _CRUMB * request.num_tokens):
             held = 0
         wait = view.load.prefill_tokens / self.prefill_tokens_per_s
         prefill = max(0, request.num_tokens - held) / self.prefill_tokens_per_s

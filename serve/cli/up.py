@@ -16,6 +16,7 @@ from typing import Any
 
 import click
 
+from replicas.engine import reserve_port
 from router.ownership.redis import safe_url
 from serve.cli import state
 from serve.cli.preflight import Problem, check, config_from_file, config_from_options
@@ -111,7 +112,7 @@ def _ray(app: AppConfig, progress: Progress) -> Iterator[None]:
     finally:
         with _uninterrupted():
             progress.say("stopping Ray")
-            ray.shutdown()
+            ray.shutdown()  # type: ignore[no-untyped-call]
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -142,9 +143,8 @@ def _serve(app: AppConfig, port: int, progress: Progress) -> Iterator[None]:
 
 def serve_environment(folder: str) -> dict[str, str]:
     """What Ray Serve must find in the environment: HAProxy on, our event loop the only one, files in `folder`."""
-    from replicas.engine import free_ports
-
-    metrics_port, stats_port = free_ports(2)
+    with reserve_port("127.0.0.1") as one, reserve_port("127.0.0.1") as other:
+        metrics_port, stats_port = one.getsockname()[1], other.getsockname()[1]
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",

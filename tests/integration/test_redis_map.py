@@ -25,9 +25,7 @@ async def ownership(valkey_url: str, fleet: str) -> AsyncIterator[RedisOwnership
     await redis_map.close()
 
 
-async def test_a_swept_fleet_leaves_no_block_behind(
-    ownership: RedisOwnershipMap, valkey_url: str, fleet: str
-) -> None:
+async def test_a_swept_fleet_leaves_no_block_behind(ownership: RedisOwnershipMap, valkey_url: str, fleet: str) -> None:
     hashes = chain(root_hash("m"), pack_token_ids(range(16 * 300)), 16)
     lease = await ownership.join("a", RECORD, 30)
     await ownership.write(lease, [Write(lease.slot, added=hashes)])

@@ -1,0 +1,207 @@
+"""Engines: the server process that does the work of one replica, started here or attached to.
+
+A started engine listens on a free port of `host`, and publishes its KV events on abstract Unix sockets: names that no
+other replica on the machine can have, without files to leave behind. (vLLM binds such an endpoint; to
+`tcp://127.0.0.1:PORT` it would connect.)
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Protocol, cast
+from uuid import uuid4
+
+from replicas.config import EngineConfig
+from replicas.process import EngineFailed, EngineProcess
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEndpoints:
+    """`url`: base of the HTTP API, without /v1. `events`, `replay`: ZMQ, None where the engine tells no events."""
+
+    url: str
+    events: str | None = None
+    replay: str | None = None
+
+
+class Engine(Protocol):
+    """Made as `Class(config, name, host, rank)`; `name` is the replica's, `rank` its number in the fleet."""
+
+    async def start(self) -> EngineEndpoints:
+        """Until it serves. Raises `EngineFailed`."""
+
+    def check(self) -> None:
+        """Raises `EngineFailed` when its process is gone. Never blocks."""
+
+    async def stop(self) -> None:
+        """Until all its processes are gone. May be called at any time, also twice."""
+
+
+ArgvBuilder = Callable[[EngineConfig, str, int, EngineEndpoints], list[str]]
+
+
+class LocalEngine:
+    """A supervised process on this machine; `build` gives its command line."""
+
+    def __init__(self, config: EngineConfig, name: str, host: str, build: ArgvBuilder) -> None:
+        self._config, self._name, self._host, self._build = config, name, host, build
+        self._process: EngineProcess | None = None
+
+    async def start(self) -> EngineEndpoints:
+        unique = f"whohas-{uuid4().hex}"
+        with reserve_port(self._host) as reserved:
+            port: int = reserved.getsockname()[1]
+            host = f"[{self._host}]" if ":" in self._host else self._host
+            endpoints = EngineEndpoints(f"http://{host}:{port}", f"ipc://@{unique}-events", f"ipc://@{unique}-replay")
+            argv = self._build(self._config, self._host, port, endpoints)
+            self._process = EngineProcess(self._name, argv)
+            try:
+                await self._process.start(self._config.stop_grace_s)
+                await self._process.wait_ready(endpoints.url, self._config.start_timeout_s)
+            except BaseException:
+                await self._process.stop(self._config.stop_grace_s)
+                raise
+        return endpoints
+
+    def check(self) -> None:
+        process = self._process
+        if process is None or not process.alive:
+            status = "was not started" if process is None else f"ended with status {process.returncode}"
+            raise EngineFailed(f"the engine of {self._name} {status}\n{process.tail if process else ''}")
+
+    async def stop(self) -> None:
+        if self._process is not None:
+            await self._process.stop(self._config.stop_grace_s)
+
+
+class ExternalEngine:
+    """Somebody else's server, the `rank`-th of the configured endpoints: nothing is started or stopped."""
+
+    def __init__(self, config: EngineConfig, name: str, host: str, rank: int) -> None:
+        if rank >= len(config.endpoints):
+            raise EngineFailed(f"{name} is replica {rank}, but endpoints has {len(config.endpoints)} entries")
+        self._endpoints = EngineEndpoints(
+            config.endpoints[rank].rstrip("/").removesuffix("/v1"),
+            config.events_endpoints[rank] if config.events_endpoints else None,
+            config.replay_endpoints[rank] if config.replay_endpoints else None,
+        )
+
+    async def start(self) -> EngineEndpoints:
+        return self._endpoints
+
+    def check(self) -> None:
+        return
+
+    async def stop(self) -> None:
+        return
+
+
+def make_engine(config: EngineConfig, name: str, host: str = "127.0.0.1", rank: int = 0) -> Engine:
+    """Raises ValueError naming the field where the configuration is no engine's."""
+    if not config.model and config.kind != "external":
+        raise ValueError("model must not be empty")
+    if config.kind == "emulated":
+        return LocalEngine(config, name, host, emulated_argv)
+    if config.kind == "vllm":
+        vllm_argv(config, host, 0, EngineEndpoints(""))  # refuses at once what it would refuse later
+        return LocalEngine(config, name, host, vllm_argv)
+    if config.kind == "external":
+        return ExternalEngine(config, name, host, rank)
+    module, _, attribute = config.kind.partition(":")
+    return cast(Engine, getattr(import_module(module), attribute)(config, name, host, rank))
+
+
+def reserve_port(host: str) -> socket.socket:
+    """A socket bound to a free port. While it is open nobody else is given that port, yet a server that sets
+    SO_REUSEADDR, as all do, can listen there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    reserved = socket.socket(family, socket.SOCK_STREAM)
+    reserved.bind((host, 0))
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return reserved
+
+
+def emulated_argv(config: EngineConfig, host: str, port: int, endpoints: EngineEndpoints) -> list[str]:
+    argv = [*(config.command or (sys.executable, "-m", "replicas.emulated")), "--model", config.model]
+    argv += ["--host", host, "--port", str(port)]
+    ours = {
+        "--tokenizer": config.tokenizer or None,
+        "--block-size": config.block_size,
+        "--num-blocks": config.num_blocks,
+        "--max-model-len": config.max_model_len,
+        "--max-num-seqs": config.max_num_seqs,
+        "--max-num-batched-tokens": config.max_num_batched_tokens,
+        "--profile": config.profile or None,
+        "--speed": config.speed,
+        "--event-delay": config.event_delay_s or None,
+        "--kv-events-endpoint": endpoints.events,
+        "--kv-replay-endpoint": endpoints.replay,
+    }
+    return [*argv, *_unless_given(ours, config.args), *config.args]
+
+
+# Flags that whohas must set itself, and why the user can't.
+_OWNED = {
+    "--host": "the replica listens where the routers reach it",
+    "--port": "each replica takes a free one",
+    "--model": "use the field model",
+    "--kv-events-config": "the replica subscribes to the events on sockets of its own",
+    "--data-parallel-size": "use more replicas instead",
+}
+_SHORT = {"-tp": "--tensor-parallel-size", "-dp": "--data-parallel-size"}
+
+
+def vllm_argv(config: EngineConfig, host: str, port: int, endpoints: EngineEndpoints) -> list[str]:
+    """Raises ValueError for a flag in `args` that isn't the user's to set."""
+    for flag in _flags(config.args):
+        if (owned := flag.partition(".")[0]) in _OWNED:
+            raise ValueError(f"args must not have {flag}: {_OWNED[owned]}")
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": endpoints.events,
+        "replay_endpoint": endpoints.replay,
+        "topic": "kv-events",
+    }
+    ours = {
+        "--served-model-name": config.served_model_name or None,
+        "--tokenizer": config.tokenizer or None,
+        "--tensor-parallel-size": config.tensor_parallel_size,
+        "--gpu-memory-utilization": config.gpu_memory_utilization,
+        "--max-model-len": config.max_model_len,
+        "--max-num-seqs": config.max_num_seqs,
+        "--max-num-batched-tokens": config.max_num_batched_tokens,
+        "--block-size": config.block_size,
+        "--enable-prefix-caching": True,
+        "--enable-prompt-tokens-details": True,
+    }
+    argv = [*(config.command or (_beside_this_python("vllm"),)), "serve", config.model, "--host", host]
+    argv += ["--port", str(port), "--kv-events-config", json.dumps(events)]
+    return [*argv, *_unless_given(ours, config.args), *config.args]
+
+
+def _unless_given(ours: dict[str, str | float | None], args: Sequence[str]) -> list[str]:
+    given = _flags(args)
+    argv: list[str] = []
+    for flag, value in ours.items():
+        if value is None or flag in given or flag.replace("--", "--no-", 1) in given:
+            continue
+        argv += [flag] if value is True else [flag, str(value)]
+    return argv
+
+
+def _flags(args: Sequence[str]) -> set[str]:
+    """Names of the flags in a command line; vLLM takes underscores for dashes, and `--name=value`."""
+    names = {arg.partition("=")[0].replace("_", "-") for arg in args if arg.startswith("-")}
+    return {_SHORT.get(name, name) for name in names}
+
+
+def _beside_this_python(command: str) -> str:
+    path = Path(sys.executable).with_name(command)
+    return str(path) if path.exists() else command

@@ -1,0 +1,93 @@
+"""What a replica asks of its engine's HTTP server: vLLM's /health, /metrics and /v1/models."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from urllib.parse import urlsplit
+
+_LOAD: dict[str, tuple[str, Callable[[list[float]], float]]] = {
+    "num_running": ("vllm:num_requests_running", sum),
+    "num_waiting": ("vllm:num_requests_waiting", sum),
+    "kv_cache_usage": ("vllm:kv_cache_usage_perc", max),
+}
+_SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)", re.MULTILINE)
+_LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """Told by the engine itself. Tokens; `num_blocks` is vLLM's number, with the null block. None: not told."""
+
+    block_size: int | None
+    max_model_len: int | None
+    num_blocks: int | None = None
+    models: tuple[str, ...] = ()
+
+
+async def get(url: str, timeout_s: float = 5.0, headers: Mapping[str, str] | None = None) -> tuple[int, bytes]:
+    """Status and body. Raises OSError (also TimeoutError) where no HTTP answer comes; no proxies, no redirects."""
+    return await asyncio.to_thread(_get, url, timeout_s, dict(headers or {}))
+
+
+def _get(url: str, timeout_s: float, headers: dict[str, str]) -> tuple[int, bytes]:
+    parts = urlsplit(url)
+    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+    connection = kind(parts.hostname or "", parts.port, timeout=timeout_s)
+    try:
+        connection.request("GET", (parts.path or "/") + (f"?{parts.query}" if parts.query else ""), headers=headers)
+        response = connection.getresponse()
+        return response.status, response.read()
+    except HTTPException as error:
+        raise ConnectionError(f"no HTTP from {parts.netloc}: {error!r}") from error
+    finally:
+        connection.close()
+
+
+async def read_facts(url: str, headers: Mapping[str, str] | None = None) -> EngineFacts:
+    """Raises OSError where the engine can't be reached; what it doesn't tell is None."""
+    status, body = await get(f"{url}/v1/models", headers=headers)
+    models = _models(body) if status == 200 else []
+    lengths = [length for card in models if isinstance(length := card.get("max_model_len"), int)]
+    status, body = await get(f"{url}/metrics", headers=headers)
+    labels = _cache_config(body.decode("utf-8", "replace")) if status == 200 else {}
+    return EngineFacts(
+        block_size=_positive(labels.get("block_size")),
+        max_model_len=max(lengths, default=None),
+        num_blocks=_positive(labels.get("num_gpu_blocks")),
+        models=tuple(str(card.get("id")) for card in models),
+    )
+
+
+async def read_load(url: str, headers: Mapping[str, str] | None = None) -> dict[str, float]:
+    """`num_running`, `num_waiting` (requests), `kv_cache_usage` (0..1), as far as told. Raises OSError."""
+    status, body = await get(f"{url}/metrics", headers=headers)
+    if status != 200:
+        raise ConnectionError(f"{url}/metrics answered {status}")
+    values: dict[str, list[float]] = {}
+    for sample in _SAMPLE.finditer(body.decode("utf-8", "replace")):
+        values.setdefault(sample["name"], []).append(float(sample["value"]))
+    return {name: total(values[metric]) for name, (metric, total) in _LOAD.items() if metric in values}
+
+
+def _models(body: bytes) -> list[dict[str, object]]:
+    try:
+        data = json.loads(body)["data"]
+    except (ValueError, KeyError, TypeError):
+        return []
+    return [card for card in data if isinstance(card, dict)] if isinstance(data, list) else []
+
+
+def _cache_config(text: str) -> dict[str, str]:
+    for sample in _SAMPLE.finditer(text):
+        if sample["name"] in ("vllm:cache_config_info", "vllm:cache_config") and sample["labels"]:
+            return dict(_LABEL.findall(sample["labels"]))
+    return {}
+
+
+def _positive(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdigit() and int(text) > 0 else None

@@ -1,0 +1,127 @@
+"""One replica: a supervised engine and the collector of its KV events. The actor's body, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+
+from replicas.collector import Collector
+from replicas.config import EngineConfig
+from replicas.engine import Engine, EngineEndpoints, make_engine
+from replicas.engine_api import EngineFacts, get, read_facts, read_load
+from replicas.process import EngineFailed
+from router.ownership import OwnershipMap, ReplicaRecord
+
+logger = logging.getLogger(__name__)
+
+_DRAIN_POLL_S = 0.2
+_QUIET_POLLS = 3
+
+
+class Replica:
+    """Made by `Replica.start`; ends with `stop`."""
+
+    def __init__(self, engine: Engine, endpoints: EngineEndpoints, facts: EngineFacts, collector: Collector) -> None:
+        self.facts = facts
+        self.collector = collector
+        self._engine = engine
+        self._endpoints = endpoints
+        self._stopped = False
+
+    @classmethod
+    async def start(
+        cls,
+        replica_id: str,
+        config: EngineConfig,
+        ownership: OwnershipMap,
+        lease_s: float = 3.0,
+        *,
+        rank: int = 0,
+        host: str = "127.0.0.1",
+    ) -> Replica:
+        """Start the engine, wait until it serves, follow its events from the first one on, and join the map.
+
+        `host`: this machine's address for the routers; the engine listens there. `rank`: which one of `external`
+        endpoints. Raises `EngineFailed` or, for a wrong configuration, ValueError. A map that can't be reached is no
+        error: the collector goes on trying.
+        """
+        engine = make_engine(config, replica_id, host, rank)
+        try:
+            endpoints = await engine.start()
+            facts = await _facts(endpoints.url, config)
+            record = ReplicaRecord(replica_id, config.model, facts.block_size or 0, endpoints.url)
+            collector = Collector(ownership, record, endpoints.events, endpoints.replay, lease_s=lease_s)
+            await collector.start()
+        except BaseException:
+            await engine.stop()
+            raise
+        with suppress(TimeoutError):
+            async with asyncio.timeout(lease_s):
+                await collector.joined.wait()
+        return cls(engine, endpoints, facts, collector)
+
+    @property
+    def record(self) -> ReplicaRecord:
+        return self.collector.record
+
+    @property
+    def url(self) -> str:
+        return self._endpoints.url
+
+    async def check_health(self) -> None:
+        """Raises `EngineFailed` when the engine's process is gone or /health isn't 200, OSError when it's silent."""
+        self._engine.check()
+        status, _ = await get(f"{self.url}/health")
+        if status != 200:
+            raise EngineFailed(f"{self.url}/health answered {status}")
+
+    async def load(self) -> dict[str, float]:
+        """`num_running`, `num_waiting` (requests) and `kv_cache_usage` (0..1) as the engine reports them."""
+        return await read_load(self.url)
+
+    async def stop(self, drain_timeout_s: float = 0.0) -> None:
+        """Leave the map, let the engine finish what it runs for at most `drain_timeout_s`, and stop it."""
+        if self._stopped:
+            return
+        self._stopped = True
+        try:
+            await self.collector.close()
+            await self._drain(drain_timeout_s)
+        finally:
+            await self._engine.stop()
+
+    async def _drain(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        quiet = 0
+        while time.monotonic() < deadline:
+            try:
+                self._engine.check()
+                load = await self.load()
+            except (EngineFailed, OSError):
+                return
+            # A request that was routed here before the map was left may still be on its way.
+            quiet = 0 if load.get("num_running") or load.get("num_waiting") else quiet + 1
+            if quiet == _QUIET_POLLS:
+                return
+            await asyncio.sleep(_DRAIN_POLL_S)
+        if timeout_s > 0:
+            logger.warning("%s still had requests after %g s", self.record.replica_id, timeout_s)
+
+
+async def _facts(url: str, config: EngineConfig) -> EngineFacts:
+    """Block size and context length come from the engine; a setting counts only where it doesn't tell."""
+    try:
+        told = await read_facts(url)
+    except OSError as error:
+        raise EngineFailed(f"the engine at {url} doesn't answer: {error}") from error
+    if told.block_size is None and config.block_size is None:
+        raise EngineFailed(f"{url}/metrics has no vllm:cache_config_info with a block_size; set block_size")
+    for name in ("block_size", "max_model_len"):
+        has, wanted = getattr(told, name), getattr(config, name)
+        if has is not None and wanted is not None and has != wanted:
+            logger.warning("the engine at %s has %s %d, not %d as configured; its own counts", url, name, has, wanted)
+    return EngineFacts(
+        told.block_size or config.block_size, told.max_model_len or config.max_model_len, told.num_blocks, told.models
+    )

@@ -1,0 +1,319 @@
+"""Real processes: an engine never outlives its replica, whatever is killed, and says why it didn't start."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from replicas.config import EngineConfig
+from replicas.engine import EngineEndpoints, emulated_argv, make_engine, reserve_port, vllm_argv
+from replicas.engine_api import get, read_facts, read_load
+from replicas.process import EngineFailed, EngineProcess
+
+pytestmark = pytest.mark.integration
+
+DEADLINE_S = 30.0
+ROOT = Path(__file__).parents[2]
+
+# An engine with a child, a grandchild in a session of its own, and one that ignores SIGTERM. Writes their ids.
+FAMILY = """
+import json, os, signal, subprocess, sys, time
+role, out = sys.argv[1], sys.argv[2]
+if role == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+below = {"engine": ["child", "stubborn"], "child": ["detached"]}.get(role, [])
+for name in below:
+    subprocess.Popen([sys.executable, __file__, name, out], start_new_session=name == "detached")
+with open(os.path.join(out, role + ".tmp"), "w") as file:
+    file.write(str(os.getpid()))
+os.rename(os.path.join(out, role + ".tmp"), os.path.join(out, role))
+print(role, "is up", flush=True)
+time.sleep(600)
+"""
+ROLES = ("engine", "child", "stubborn", "detached")
+
+STARTER = """
+import asyncio, sys
+from replicas.process import EngineProcess
+
+async def main():
+    process = EngineProcess("test", sys.argv[1:])
+    await process.start(grace_s=0.5)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+HEALTHY = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = PAGES.get(self.path)
+        self.send_response(404 if body is None else 200)
+        self.end_headers()
+        self.wfile.write(body or b"")
+    def log_message(self, *args):
+        pass
+PAGES = {"/health": b"", "/v1/models": b'{"data": [{"id": "m", "max_model_len": 4096}]}', "/metrics": b'''
+vllm:cache_config_info{block_size="32",num_gpu_blocks="65",x="a\\\\"b"} 1.0
+vllm:num_requests_running{engine="0"} 2.0
+vllm:num_requests_running{engine="1"} 1.0
+vllm:num_requests_waiting{engine="0"} 4
+vllm:kv_cache_usage_perc{engine="0"} 0.25
+'''}
+print("listening", flush=True)
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def eventually(check: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + DEADLINE_S
+    while not check():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except OSError:
+        return False
+
+
+def script(folder: Path, name: str, text: str) -> str:
+    path = folder / f"{name}.py"
+    path.write_text(textwrap.dedent(text))
+    return str(path)
+
+
+def free_port() -> int:
+    with reserve_port("127.0.0.1") as reserved:
+        port: int = reserved.getsockname()[1]
+        return port
+
+
+class Family:
+    """The processes of one fake engine, started by a starter that can be killed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        engine = [sys.executable, script(folder, "family", FAMILY), "engine", str(folder)]
+        starter = [sys.executable, script(folder, "starter", STARTER), *engine]
+        self.starter = subprocess.Popen(starter, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=ROOT)
+
+    def pids(self) -> dict[str, int]:
+        assert eventually(lambda: all((self._folder / role).exists() for role in ROLES))
+        return {role: int((self._folder / role).read_text()) for role in ROLES}
+
+    def guards(self) -> list[int]:
+        """Outer and inner guard."""
+        outer = only_child(self.starter.pid)
+        return [outer, only_child(outer)]
+
+
+def only_child(pid: int) -> int:
+    """Children are listed by the thread that forked them."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    (child,) = [int(found) for task in tasks for found in (task / "children").read_text().split()]
+    return child
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> Iterator[Family]:
+    family = Family(tmp_path)
+    yield family
+    family.starter.kill()
+    family.starter.wait()
+    for role in ROLES:
+        with contextlib.suppress(OSError, ValueError):
+            os.kill(int((tmp_path / role).read_text()), signal.SIGKILL)
+
+
+def test_kill_9_of_the_starter_leaves_no_process_behind(family: Family) -> None:
+    pids = family.pids()
+    guards = family.guards()
+    family.starter.kill()
+    assert eventually(lambda: not any(map(is_running, pids.values()))), {r: is_running(p) for r, p in pids.items()}
+    assert eventually(lambda: not any(map(is_running, guards)))
+
+
+@pytest.mark.parametrize("which", ["outer", "inner"])
+def test_kill_9_of_a_guard_leaves_no_process_behind(family: Family, which: str) -> None:
+    pids = family.pids()
+    outer, inner = family.guards()
+    os.kill(outer if which == "outer" else inner, signal.SIGKILL)
+    assert eventually(lambda: not any(map(is_running, pids.values()))), {r: is_running(p) for r, p in pids.items()}
+    assert eventually(lambda: not is_running(inner))
+
+
+def test_kill_9_of_starter_and_outer_guard_leaves_no_process_behind(family: Family) -> None:
+    pids = family.pids()
+    outer, inner = family.guards()
+    os.kill(family.starter.pid, signal.SIGKILL)
+    os.kill(outer, signal.SIGKILL)
+    assert eventually(lambda: not any(map(is_running, [*pids.values(), inner])))
+
+
+def test_an_engine_that_ends_by_itself_takes_its_descendants_along(family: Family) -> None:
+    pids = family.pids()
+    os.kill(pids["engine"], signal.SIGKILL)
+    assert eventually(lambda: not any(map(is_running, pids.values())))
+
+
+async def test_stop_ends_all_processes_and_may_be_repeated(tmp_path: Path) -> None:
+    process = EngineProcess("t", [sys.executable, script(tmp_path, "family", FAMILY), "engine", str(tmp_path)])
+    await process.start()
+    assert await asyncio.to_thread(eventually, lambda: all((tmp_path / role).exists() for role in ROLES))
+    pids = [int((tmp_path / role).read_text()) for role in ROLES]
+    assert process.pid == pids[0]
+    assert process.alive
+    await process.stop(grace_s=0.3)
+    assert not any(map(is_running, pids))
+    assert not process.alive
+    assert process.returncode == 128 + signal.SIGTERM
+    await process.stop()
+
+
+async def test_an_engine_that_obeys_sigterm_is_not_killed(tmp_path: Path) -> None:
+    polite = """
+    import signal, sys, time
+    signal.signal(signal.SIGTERM, lambda *_: (print("bye", flush=True), sys.exit(7)))
+    print("up", flush=True)
+    time.sleep(600)
+    """
+    lines: list[str] = []
+    process = EngineProcess("t", [sys.executable, script(tmp_path, "polite", polite)], on_log=lines.append)
+    await process.start()
+    assert await asyncio.to_thread(eventually, lambda: "up" in lines)
+    await process.stop(grace_s=DEADLINE_S)
+    assert process.returncode == 7
+    assert lines == ["up", "bye"]
+
+
+async def test_an_engine_that_ends_before_it_is_ready_tells_its_last_lines() -> None:
+    code = "import sys; print('CUDA out of memory', file=sys.stderr); sys.exit(3)"
+    process = EngineProcess("t", [sys.executable, "-c", code])
+    await process.start()
+    with pytest.raises(EngineFailed, match=r"(?s)status 3 before it was ready.*CUDA out of memory"):
+        await process.wait_ready("http://127.0.0.1:9", timeout_s=DEADLINE_S)
+    await process.stop()
+
+
+async def test_a_command_that_does_not_exist_is_named() -> None:
+    process = EngineProcess("t", ["/does/not/exist"])
+    await process.start()
+    with pytest.raises(EngineFailed, match=r"(?s)status 127.*can't start /does/not/exist"):
+        await process.wait_ready("http://127.0.0.1:9", timeout_s=DEADLINE_S)
+    await process.stop()
+
+
+async def test_an_engine_that_never_gets_ready_is_given_up() -> None:
+    process = EngineProcess("t", [sys.executable, "-c", "import time; print('loading', flush=True); time.sleep(600)"])
+    await process.start()
+    with pytest.raises(EngineFailed, match=r"not ready after 0\.5 s"):
+        await process.wait_ready(f"http://127.0.0.1:{free_port()}", timeout_s=0.5)
+    await process.stop(grace_s=1)
+
+
+async def test_facts_and_load_come_from_the_engine(tmp_path: Path) -> None:
+    port = free_port()
+    process = EngineProcess("t", [sys.executable, script(tmp_path, "healthy", HEALTHY), str(port)])
+    await process.start()
+    url = f"http://127.0.0.1:{port}"
+    await process.wait_ready(url, timeout_s=DEADLINE_S)
+    facts = await read_facts(url)
+    assert (facts.block_size, facts.max_model_len, facts.num_blocks, facts.models) == (32, 4096, 65, ("m",))
+    assert await read_load(url) == {"num_running": 3.0, "num_waiting": 4.0, "kv_cache_usage": 0.25}
+    await process.stop()
+    with pytest.raises(OSError, match=r"."):
+        await get(f"{url}/health")
+
+
+def test_a_reserved_port_is_given_to_nobody_else_but_can_be_listened_on() -> None:
+    with reserve_port("127.0.0.1") as reserved, socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(reserved.getsockname())
+        server.listen()
+        with reserve_port("127.0.0.1") as other:
+            assert other.getsockname() != reserved.getsockname()
+
+
+# --- command lines --------------------------------------------------------------------------------------------------
+
+ENDPOINTS = EngineEndpoints("http://127.0.0.1:1", "ipc://@e", "ipc://@r")
+
+
+def vllm(**fields: object) -> list[str]:
+    return vllm_argv(EngineConfig("vllm", "some/model", **fields), "127.0.0.1", 8123, ENDPOINTS)  # type: ignore[arg-type]
+
+
+def test_vllm_is_started_with_what_whohas_needs() -> None:
+    argv = vllm(tensor_parallel_size=4, block_size=16, gpu_memory_utilization=0.9)
+    assert argv[1:3] == ["serve", "some/model"]
+    assert {"--enable-prefix-caching", "--enable-prompt-tokens-details"} <= set(argv)
+    assert argv[argv.index("--tensor-parallel-size") + 1] == "4"
+    assert argv[argv.index("--port") + 1] == "8123"
+    events = json.loads(argv[argv.index("--kv-events-config") + 1])
+    assert (events["endpoint"], events["replay_endpoint"]) == ("ipc://@e", "ipc://@r")
+    assert events["enable_kv_cache_events"] is True
+    assert "--max-model-len" not in argv
+
+
+@pytest.mark.parametrize("args", [("--tensor-parallel-size", "2"), ("--tensor_parallel_size=2",), ("-tp", "2")])
+def test_a_flag_of_the_user_wins(args: tuple[str, ...]) -> None:
+    argv = vllm(tensor_parallel_size=4, args=args)
+    assert argv[-len(args) :] == list(args)
+    assert "4" not in argv
+
+
+def test_a_flag_that_the_user_turned_off_stays_off() -> None:
+    assert "--enable-prefix-caching" not in vllm(args=("--no-enable-prefix-caching",))
+
+
+@pytest.mark.parametrize("flag", ["--port", "--host", "--kv-events-config", "--kv_events_config.topic", "-dp"])
+def test_a_flag_that_whohas_must_own_is_refused(flag: str) -> None:
+    with pytest.raises(ValueError, match="args must not have"):
+        make_engine(EngineConfig("vllm", "m", args=(flag, "x")), "r")
+
+
+def test_the_emulated_engine_gets_only_what_was_set() -> None:
+    argv = emulated_argv(EngineConfig("emulated", "m", num_blocks=100), "127.0.0.1", 8123, ENDPOINTS)
+    assert argv[argv.index("--num-blocks") + 1] == "100"
+    assert "--block-size" not in argv
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"kind": "sglang"}, "kind"),
+        ({"block_size": 0}, "block_size"),
+        ({"speed": 0.0}, "speed"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
+        ({"event_delay_s": -1.0}, "event_delay_s"),
+        ({"kind": "external"}, "endpoints"),
+        ({"kind": "external", "endpoints": ("127.0.0.1:1",)}, "endpoints"),
+        ({"kind": "external", "endpoints": ("http://a", "http://b"), "events_endpoints": ("tcp://a:1",)}, "events_"),
+    ],
+)
+def test_a_wrong_setting_is_named(fields: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        EngineConfig(**fields)  # type: ignore[arg-type]
+
+
+def test_an_engine_needs_a_model() -> None:
+    with pytest.raises(ValueError, match="model"):
+        make_engine(EngineConfig(), "r")

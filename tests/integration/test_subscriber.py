@@ -1,0 +1,217 @@
+"""The subscriber on real ZMQ sockets, against a publisher that loses, repeats, restarts and falls silent on demand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from uuid import uuid4
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from replicas.events import BlockRemoved
+from replicas.sequence import Lost, Restarted
+from replicas.subscriber import Batch, Item, Subscriber
+
+pytestmark = pytest.mark.integration
+
+DEADLINE_S = 20
+END = b"\xff" * 8
+
+
+class Publisher:
+    """vLLM's publisher as far as a subscriber can see it. Call `publish` from the event loop."""
+
+    def __init__(
+        self, events: str, replay: str | None = None, *, with_topic: bool = True, silent: bool = False
+    ) -> None:
+        self._context = zmq.asyncio.Context()
+        self._pub = self._context.socket(zmq.PUB)
+        self._pub.bind(events)
+        self._with_topic, self.silent = with_topic, silent
+        self.questions: list[int] = []
+        self.buffer: list[tuple[int, bytes]] = []
+        self._task: asyncio.Task[None] | None = None
+        if replay is not None:
+            self._router = self._context.socket(zmq.ROUTER)
+            self._router.setsockopt(zmq.SNDHWM, 0)
+            self._router.bind(replay)
+            self._task = asyncio.create_task(self._answer())
+
+    async def publish(self, seq: int, *, lose: bool = False, payload: bytes | None = None) -> None:
+        payload = batch(seq) if payload is None else payload
+        self.buffer.append((seq, payload))
+        if not lose:
+            await self._pub.send_multipart([b"kv-events", seq.to_bytes(8, "big"), payload])
+
+    async def _answer(self) -> None:
+        while True:
+            client, _, start = await self._router.recv_multipart()
+            self.questions.append(int.from_bytes(start, "big"))
+            if self.silent:
+                continue
+            topic = [b"kv-events"] if self._with_topic else []
+            for seq, payload in self.buffer:
+                if seq >= self.questions[-1]:
+                    await self._router.send_multipart([client, b"", *topic, seq.to_bytes(8, "big"), payload])
+            await self._router.send_multipart([client, b"", *topic, END, b""])
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        self._context.destroy(linger=0)
+
+
+def batch(seq: int, engine: int = 1) -> bytes:
+    return msgspec.msgpack.encode(
+        [float(engine), [{"type": "BlockRemoved", "block_hashes": [seq], "medium": "GPU"}], 0]
+    )
+
+
+@pytest.fixture
+def endpoints() -> tuple[str, str]:
+    name = uuid4().hex
+    return f"ipc://@whohas-test-{name}-events", f"ipc://@whohas-test-{name}-replay"
+
+
+async def take(items: AsyncIterator[Item], count: int) -> list[Item]:
+    async with asyncio.timeout(DEADLINE_S):
+        return [await anext(items) for _ in range(count)]
+
+
+def seqs(items: list[Item]) -> list[int]:
+    for item in items:
+        assert isinstance(item, Batch), item
+        assert item.events.events == [BlockRemoved([item.seq], "GPU")]
+    return [item.seq for item in items if isinstance(item, Batch)]
+
+
+@pytest.mark.parametrize("with_topic", [True, False])
+async def test_lost_messages_are_replayed_in_order(endpoints: tuple[str, str], with_topic: bool) -> None:
+    publisher = Publisher(*endpoints, with_topic=with_topic)
+    async with Subscriber(*endpoints, probe_s=60) as items:
+        for seq in range(3):
+            await publisher.publish(seq)
+        assert seqs(await take(items, 3)) == [0, 1, 2]
+        publisher.questions.clear()
+        for seq in (3, 4):
+            await publisher.publish(seq, lose=True)
+        rest = asyncio.create_task(take(items, 3))
+        while not publisher.questions:  # while the subscription isn't up, further ones are lost as well
+            await publisher.publish(len(publisher.buffer))
+            await asyncio.sleep(0.05)
+        assert seqs(await rest) == [3, 4, 5]
+        assert publisher.questions[0] == 3
+    await publisher.stop()
+
+
+async def test_a_late_joiner_gets_the_past_from_the_replay_socket(endpoints: tuple[str, str]) -> None:
+    publisher = Publisher(*endpoints)
+    for seq in range(5):
+        await publisher.publish(seq, lose=True)
+    async with Subscriber(*endpoints) as items:
+        assert seqs(await take(items, 5)) == [0, 1, 2, 3, 4]
+    await publisher.stop()
+
+
+async def test_a_full_buffer_is_replayed_without_a_hole(endpoints: tuple[str, str]) -> None:
+    publisher = Publisher(*endpoints)
+    for seq in range(10_000):
+        await publisher.publish(seq, lose=True)
+    async with Subscriber(*endpoints, replay_timeout_s=10) as items:
+        assert seqs(await take(items, 10_000)) == list(range(10_000))
+    await publisher.stop()
+
+
+async def test_a_lost_tail_is_found_in_a_quiet_time(endpoints: tuple[str, str]) -> None:
+    publisher = Publisher(*endpoints)
+    async with Subscriber(*endpoints, probe_s=0.1) as items:
+        await publisher.publish(0, lose=True)
+        assert seqs(await take(items, 1)) == [0]
+        await publisher.publish(1, lose=True)
+        assert seqs(await take(items, 1)) == [1]
+    await publisher.stop()
+
+
+async def test_a_silent_replay_socket_is_rebuilt_and_asked_again(endpoints: tuple[str, str]) -> None:
+    publisher = Publisher(*endpoints, silent=True)
+    await publisher.publish(0, lose=True)
+    async with Subscriber(*endpoints, replay_timeout_s=0.2) as items:
+        first = asyncio.create_task(take(items, 1))
+        async with asyncio.timeout(DEADLINE_S):
+            while len(publisher.questions) < 2:  # noqa: ASYNC110 -- the publisher has no notification
+                await asyncio.sleep(0.01)
+        publisher.silent = False
+        assert seqs(await first) == [0]
+    await publisher.stop()
+
+
+async def test_a_replay_that_falls_silent_is_a_loss_and_the_stream_goes_on(endpoints: tuple[str, str]) -> None:
+    publisher = Publisher(*endpoints)
+    async with Subscriber(*endpoints, replay_timeout_s=0.1, probe_s=0.1) as items:
+        await publisher.publish(0, lose=True)
+        assert seqs(await take(items, 1)) == [0]
+        publisher.silent = True
+        (lost,) = await take(items, 1)
+        assert isinstance(lost, Lost)
+        publisher.silent = False
+        assert seqs(await take(items, 1)) == [0]
+    await publisher.stop()
+
+
+@pytest.mark.parametrize("with_replay", [True, False])
+async def test_an_engine_that_restarts_in_place_is_noticed(endpoints: tuple[str, str], with_replay: bool) -> None:
+    events, replay = endpoints
+    publisher = Publisher(events, replay if with_replay else None)
+    async with Subscriber(events, replay if with_replay else None, probe_s=60) as items:
+        waiting = asyncio.create_task(take(items, 1))
+        seq = 0
+        while not waiting.done():
+            await publisher.publish(seq)
+            seq += 1
+            await asyncio.sleep(0.05)
+        first = seqs(await waiting)[0]
+        assert seqs(await take(items, seq - 1 - first)) == list(range(first + 1, seq))
+        await publisher.stop()
+
+        publisher = Publisher(events, replay if with_replay else None)
+        waiting = asyncio.create_task(take(items, 2))
+        seq = 0
+        while not waiting.done():
+            await publisher.publish(seq, payload=batch(seq, engine=2))
+            seq += 1
+            await asyncio.sleep(0.05)
+        change, item = await waiting
+        assert isinstance(change, Restarted | Lost)
+        assert isinstance(item, Batch)
+        assert item.events.ts == 2.0
+        assert item.seq == 0 or not with_replay
+    await publisher.stop()
+
+
+async def test_an_undecodable_message_is_a_loss_and_the_stream_goes_on(endpoints: tuple[str, str]) -> None:
+    publisher = Publisher(*endpoints)
+    for seq, payload in enumerate((batch(0), b"\xc1", batch(2))):
+        await publisher.publish(seq, lose=True, payload=payload)
+    async with Subscriber(*endpoints) as items:
+        first, lost, last = await take(items, 3)
+        assert seqs([first, last]) == [0, 2]
+        assert isinstance(lost, Lost)
+    await publisher.stop()
+
+
+async def test_malformed_messages_are_counted_and_skipped(endpoints: tuple[str, str]) -> None:
+    publisher = Publisher(*endpoints)
+    subscriber = Subscriber(*endpoints, probe_s=60)
+    async with subscriber as items:
+        waiting = asyncio.create_task(take(items, 1))
+        async with asyncio.timeout(DEADLINE_S):
+            while not subscriber.counters["malformed"]:
+                await publisher._pub.send_multipart([b"kv-events", b"short", b""])
+                await asyncio.sleep(0.05)
+        await publisher.publish(0)
+        assert seqs(await waiting) == [0]
+    await publisher.stop()
