@@ -12,14 +12,13 @@ until the parent turns up, because a child taken for a root would give credit to
 
 from __future__ import annotations
 
-import struct
 from collections import Counter
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
 
 from replicas.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineBlockHash, KVEventBatch
+from replicas.extra_keys import UnreadableKeys, read_extra_keys
 from router.hashing import TOKEN_BYTES, chain, root_hash
 from router.types import BlockHash
 
@@ -33,10 +32,6 @@ class Changes:
 
     added: Sequence[BlockHash] = ()
     removed: Sequence[BlockHash] = ()
-
-
-class _Unreadable(Exception):
-    """The extra keys say something that whohas can't put into a hash. The message is the counter's suffix."""
 
 
 class _Node:
@@ -119,8 +114,8 @@ class BlockSet:
             return
         try:
             salt, extras = read_extra_keys(event)
-        except _Unreadable as unreadable:
-            self.counters[f"skipped_{unreadable}"] += len(event.block_hashes)
+        except UnreadableKeys:
+            self.counters["skipped_extra_keys"] += len(event.block_hashes)
             return
         parent: _Node | None = None
         base: BlockHash | None
@@ -170,9 +165,9 @@ class BlockSet:
         """Blocks whose place is known.
 
         An event that begins at the root and has several blocks, some of them held, tells of cache hits (vLLM's
-        `kv_cache_report_mode: full`); it looks like any other. Real second copies come from twins that computed the same
-        block side by side: such an event begins where their common cached prefix ends, or has one block. Taking hits
-        for copies would keep the blocks credited after the engine evicted them.
+        `kv_cache_report_mode: full`); it looks like any other. Real second copies come from twins that computed the
+        same block side by side: such an event begins where their common cached prefix ends, or has one block. Taking
+        hits for copies would keep the blocks credited after the engine evicted them.
         """
         nodes = self._nodes
         may_be_hits = event.parent_block_hash is None and len(event.block_hashes) > 1
@@ -275,7 +270,7 @@ class BlockSet:
 
     def _publish(self, node: _Node) -> None:
         """Publish the node, where its ancestors allow it, and the held descendants that waited for it."""
-        if node.published or not node.refs or (node.parent is not None and not node.parent.published):
+        if node.published or not node.refs:
             return
         stack = [node]
         while stack:
@@ -312,35 +307,3 @@ class BlockSet:
             del self._net[own]
         else:
             self._net[own] = there
-
-
-def read_extra_keys(event: BlockStored) -> tuple[str | None, Sequence[bytes | None] | None]:
-    """The chain's cache salt, and for each block the bytes that tell its media apart (None: all blocks are plain)."""
-    if not event.extra_keys or not any(event.extra_keys):
-        return None, None
-    if len(event.extra_keys) != len(event.block_hashes):
-        raise _Unreadable("extra_keys")
-    salt: str | None = None
-    extras: list[bytes | None] = []
-    for i, keys in enumerate(event.extra_keys):
-        rest = list(keys or ())
-        if rest and event.lora_name is not None and rest[0] == event.lora_name:
-            del rest[0]
-        if rest and isinstance(rest[-1], str) and i == 0 and event.parent_block_hash is None:
-            salt = rest.pop()
-        extras.append(media_extra(rest) if rest else None)
-    return salt, extras if any(extras) else None
-
-
-def media_extra(keys: Sequence[Any]) -> bytes:
-    """Identity of one block's media, as hashed behind its tokens: for each (hash, offset in the block) pair the hash's
-    length and the offset as little-endian int64, then the hash in UTF-8."""
-    parts = []
-    for key in keys:
-        match key:
-            case [str() as identity, int() as offset]:
-                raw = identity.encode("utf-8", "surrogatepass")
-                parts.append(struct.pack("<qq", len(raw), offset) + raw)
-            case _:
-                raise _Unreadable("extra_keys")
-    return b"".join(parts)

@@ -92,7 +92,7 @@ class Router:
         self._lease: Lease | None = None
         self._changed = asyncio.Event()
         self._teller: asyncio.Task[None] | None = None
-        self._retry_at = float("-inf")
+        self._retry_at = self._fleet_at = float("-inf")
 
     async def start(self) -> None:
         """Join the fleet. A map that can't be reached is no reason to fail: it is tried again and again."""
@@ -221,7 +221,7 @@ class Router:
         if self.degraded:
             logger.info("the ownership map answers again")
         self.degraded, self._retry_at = "", float("-inf")
-        self._fleet = Snapshot(snapshot.replicas, snapshot.routers)
+        self._fleet, self._fleet_at = Snapshot(snapshot.replicas, snapshot.routers), self._clock()
 
     def _unavailable(self, error: OwnershipUnavailable) -> None:
         if not self.degraded:
@@ -251,7 +251,7 @@ class Router:
             else:
                 await self._map.renew(self._lease, record, self._config.lease_s)
             await self._map.write(self._lease, writes)
-            if not self._fleet.replicas or self.degraded:
+            if self.degraded or self._clock() >= self._fleet_at + self._config.lease_s / 3:
                 self._available(await self._map.look_up(()))
         except Fenced:
             self._lease = None

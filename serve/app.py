@@ -12,6 +12,7 @@ from serve.config import AppConfig
 from serve.ingress import Ingress
 from serve.replica import ReplicaActor
 
+_REQUEST_ROUTER = "serve.request_router:PrefixRequestRouter"
 _MANY = 100_000  # Serve's own limit on requests in flight must never be the one that bites: policies decide
 
 
@@ -41,7 +42,7 @@ def _replica_options(args: AppConfig) -> dict[str, Any]:
         # The actor's own drain must be able to finish before Serve kills it.
         "graceful_shutdown_timeout_s": args.drain_s + 20,
         "graceful_shutdown_wait_loop_s": 0.2,
-        "request_router_config": RequestRouterConfig(request_router_class="serve.request_router:PrefixRequestRouter"),
+        "request_router_config": RequestRouterConfig(request_router_class=_REQUEST_ROUTER),  # type: ignore[arg-type]
     }
     if args.autoscaling is None:
         return {**options, "num_replicas": args.replicas}
@@ -54,7 +55,7 @@ def _replica_options(args: AppConfig) -> dict[str, Any]:
         downscale_delay_s=bounds.downscale_delay_s,
         metrics_interval_s=bounds.metrics_interval_s,
         look_back_period_s=bounds.look_back_period_s,
-        policy=AutoscalingPolicy(
+        policy=AutoscalingPolicy(  # type: ignore[no-untyped-call]
             policy_function="serve.autoscaling_policy:OngoingRequestsPolicy",
             policy_kwargs={"target_ongoing_requests": bounds.target_ongoing_requests},
         ),

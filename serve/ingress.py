@@ -23,7 +23,7 @@ from router.types import Decision, ReplicaId
 from serve.config import AppConfig
 from serve.metrics import Metrics, SharedMetrics
 from serve.relay import Headers, Message, Receive, Scope, Send, Upstream, UpstreamFailed, end_broken_stream
-from serve.request_router import Candidate, candidate_of, running
+from serve.running import Candidate, candidate_of, candidates
 
 GENERATION_PATHS = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/inference/v1/generate"}
@@ -77,7 +77,7 @@ class Ingress:
         self._name = context.replica_id.unique_id
         self._config = config
         self._replicas = replicas
-        self._deployment = (replicas.deployment_name, replicas.app_name)
+        self._deployment = (replicas.app_name, replicas.deployment_name)
         self._suspects: dict[ReplicaId, float] = {}
         self._map = RedisOwnershipMap(
             config.redis, config.fleet_name, look_up_timeout_s=config.router.look_up_timeout_s
@@ -144,13 +144,13 @@ class Ingress:
 
     async def _health(self, send: Send) -> None:
         """Live: it answers. Ready: a replica is there. Degraded: it routes by load, and why."""
-        ready = bool(running(*self._deployment)) or await self._anyone()
+        ready = bool(candidates(*self._deployment)) or await self._anyone()
         status = "unready" if not ready else "degraded" if self.router.degraded else "ok"
         body = {
             "status": status,
             "ready": ready,
             "degraded": self.router.degraded,
-            "replicas": len(running(*self._deployment)),
+            "replicas": len(candidates(*self._deployment)),
             "replicas_in_map": len(self.router.fleet.replicas),
         }
         await _send_json(send, 200 if ready else 503, body)

@@ -68,4 +68,5 @@ class ReplicaActor:
 def _node_address() -> str:
     """The address under which Ray knows this node: that is where routers on other nodes reach the engine."""
     here = ray.get_runtime_context().get_node_id()
-    return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == here)
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    return next(str(node["NodeManagerAddress"]) for node in nodes if node["NodeID"] == here)

@@ -6,21 +6,13 @@ request. The request's argument is a `Pick`, an object of this very process; not
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from router.types import ReplicaId
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A running replica: its id and the base URL of its engine's HTTP server."""
-
-    replica_id: ReplicaId
-    url: str
+from serve import running
 
 
 class Pick(Protocol):
@@ -29,25 +21,12 @@ class Pick(Protocol):
     def choose(self, candidates: Sequence[ReplicaId]) -> ReplicaId: ...
 
 
-_running: dict[str, list[RunningReplica]] = {}
-
-
-def running(deployment: str, app: str) -> list[Candidate]:
-    """The replicas that Serve last told this process about; empty before the first pick was asked for."""
-    known = _running.get(f"{app}/{deployment}", [])
-    return [candidate_of(one.replica_id.unique_id, one.replica_metadata) for one in known if one.replica_metadata]
-
-
-def candidate_of(replica_id: str, metadata: Mapping[str, Any]) -> Candidate:
-    return Candidate(ReplicaId(replica_id), str(metadata["url"]))
-
-
 class PrefixRequestRouter(RequestRouter):
     """Adapter only: policies live in `router/`, where they can be read and tested without Ray."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        _running[f"{self._deployment_id.app_name}/{self._deployment_id.name}"] = replicas
+        running.update(self._deployment_id.app_name, self._deployment_id.name, replicas)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -112,7 +112,7 @@ def _ray(app: AppConfig, progress: Progress) -> Iterator[None]:
     finally:
         with _uninterrupted():
             progress.say("stopping Ray")
-            ray.shutdown()  # type: ignore[no-untyped-call]
+            ray.shutdown()
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -138,7 +138,7 @@ def _serve(app: AppConfig, port: int, progress: Progress) -> Iterator[None]:
     finally:
         with _uninterrupted():
             progress.say("stopping the replicas")
-            serve.shutdown()
+            serve.shutdown()  # type: ignore[no-untyped-call]
 
 
 def serve_environment(folder: str) -> dict[str, str]:
@@ -155,6 +155,8 @@ def serve_environment(folder: str) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder}/haproxy/server-state",
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
+        # Despite its name, off means: this node is 127.0.0.1, also where the machine has other addresses.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_agent_register_timeout_ms": "120000",

@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from replicas.block_set import BlockSet, media_extra
+from replicas.block_set import BlockSet
 from replicas.events import AllBlocksCleared, BlockRemoved, BlockStored, DecodeError, decode_batch
+from replicas.extra_keys import media_extra
 from router.hashing import chain, pack_token_ids, reusable_blocks, root_hash
 from router.types import BlockHash
 
