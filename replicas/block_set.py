@@ -48,8 +48,12 @@ class _Node:
         self.published = False
         self.pending: tuple[bytes, bytes | None] | None = None
         self.children: set[_Node] | None = None
-        if parent is not None:
-            parent.adopt(self)
+        if parent is None:
+            return
+        if parent.children is None:
+            parent.children = {self}
+        else:
+            parent.children.add(self)
 
     def adopt(self, child: _Node) -> None:
         child.parent = self
@@ -270,16 +274,17 @@ class BlockSet:
 
     def _publish(self, node: _Node) -> None:
         """Publish the node, where its ancestors allow it, and the held descendants that waited for it."""
-        if node.published or not node.refs:
+        if node.published or not node.refs or (node.parent is not None and not node.parent.published):
             return
+        published = self._published
         stack = [node]
         while stack:
             node = stack.pop()
             if node.own is None:
                 continue
             node.published = True
-            copies = self._published.get(node.own, 0)
-            self._published[node.own] = copies + 1
+            copies = published.get(node.own, 0)
+            published[node.own] = copies + 1
             if not copies:
                 self._note(node.own, there=True)
             if node.children:

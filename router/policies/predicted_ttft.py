@@ -20,7 +20,7 @@ _EXTERNALITY = 0.2
 _DECODE_S = 0.002
 _CRUMB = 0.02
 _CRUMB_TOKENS = 64
-"""An overlap below this share of the prompt, or below this many tokens (their prefill is lost in one step's time), is no
+"""An overlap below this share of the prompt, or below this many tokens (their prefill is lost in one step), is no
 reason to prefer a replica: all cold or short prompts that start alike would gather on one of several idle replicas."""
 
 

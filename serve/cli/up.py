@@ -39,16 +39,17 @@ APP = "whohas"
 def up(config: str | None, port: int | None, **options: Any) -> None:
     """Serve on this machine until Ctrl-C: embedded Valkey, Ray, and the application.
 
-    CONFIG is a Serve config file (see examples/); options go over what it says.
+    CONFIG is a Serve config file (see examples/); options go over what it says, and its Redis is not used: a Valkey is
+    started unless --redis names a server.
     """
     signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     progress = Progress()
     try:
         app, file_port = config_from_file(config, options) if config else (config_from_options(options), None)
         http_port = port or file_port or 8000
-        check(app, http_port, own_redis=options["redis"] is None and config is None)
+        check(app, http_port, own_redis=options["redis"] is None)
         with contextlib.ExitStack() as stack:
-            _run(stack, app, http_port, progress, own_redis=options["redis"] is None and config is None)
+            _run(stack, app, http_port, progress, own_redis=options["redis"] is None)
     except Problem as problem:
         progress.end()
         click.echo(f"whohas: {problem}", err=True)

@@ -93,13 +93,13 @@ async def owned(ownership: OwnershipMap, hashes: list[BlockHash]) -> int:
 
 async def until_owned(ownership: OwnershipMap, hashes: list[BlockHash], blocks: int) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        while await owned(ownership, hashes) != blocks:  # noqa: ASYNC110 -- the map has no notification
+        while await owned(ownership, hashes) != blocks:
             await asyncio.sleep(0.01)
 
 
 async def until(check: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        while not check():  # noqa: ASYNC110 -- counters have no notification
+        while not check():
             await asyncio.sleep(0.01)
 
 

@@ -69,7 +69,7 @@ def complete(url: str, **body: Any) -> dict[str, Any]:
 
 async def until(check: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        while not check():  # noqa: ASYNC110 -- nothing here can notify
+        while not check():
             await asyncio.sleep(0.02)
 
 
@@ -81,7 +81,7 @@ async def owned(ownership: MemoryOwnershipMap, salt: str | None = None) -> int:
 
 async def until_owned(ownership: MemoryOwnershipMap, blocks: int, salt: str | None = None) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        while await owned(ownership, salt) != blocks:  # noqa: ASYNC110 -- the map has no notification
+        while await owned(ownership, salt) != blocks:
             await asyncio.sleep(0.02)
 
 

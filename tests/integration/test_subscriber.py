@@ -142,7 +142,7 @@ async def test_a_silent_replay_socket_is_rebuilt_and_asked_again(endpoints: tupl
     async with Subscriber(*endpoints, replay_timeout_s=0.2) as items:
         first = asyncio.create_task(take(items, 1))
         async with asyncio.timeout(DEADLINE_S):
-            while len(publisher.questions) < 2:  # noqa: ASYNC110 -- the publisher has no notification
+            while len(publisher.questions) < 2:
                 await asyncio.sleep(0.01)
         publisher.silent = False
         assert seqs(await first) == [0]
