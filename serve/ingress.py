@@ -224,6 +224,8 @@ class Ingress:
             logger.warning("replica %s failed: %s", candidate.replica_id, error)
             if error.sent:
                 self._metrics.requests.labels("broken").inc()
+                if not error.stream:  # its length was promised: only a cut connection tells the client
+                    raise
                 await end_broken_stream(send, "the replica failed while answering")
                 return True
             if last:

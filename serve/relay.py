@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
@@ -28,16 +29,19 @@ _HOP_BY_HOP = {
 _REQUEST_ONLY = _HOP_BY_HOP | {b"host", b"content-length", b"expect"}
 _ANSWER_ONLY = _HOP_BY_HOP | {b"date", b"server"}  # the ingress's own HTTP server sets these
 _TAIL_BYTES = 4096
+_HEALTH_S = 2.0
 _CACHED_TOKENS = re.compile(rb'(?<!\\)"cached_tokens"\s*:\s*(\d+)')  # a quote within generated text is escaped
 _DONE = b"data: [DONE]\n\n"
 
 
 class UpstreamFailed(Exception):
-    """The engine could not be reached, or broke off. `sent` says whether the client has seen any of the answer."""
+    """The engine could not be reached, or broke off. `sent` says whether the client has seen any of the answer, and
+    `stream` whether that was an event stream."""
 
-    def __init__(self, message: str, sent: bool) -> None:
+    def __init__(self, message: str, sent: bool, stream: bool = False) -> None:
         super().__init__(message)
         self.sent = sent
+        self.stream = stream
 
 
 class Upstream:
@@ -70,13 +74,16 @@ class Upstream:
         """
         target = url + scope["path"] + (f"?{scope['query_string'].decode('latin-1')}" if scope["query_string"] else "")
         headers = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in _kept(scope["headers"])]
-        sent = False
+        sent = stream = False
         try:
             async with self._session.request(
                 scope["method"], target, data=body or None, headers=headers, allow_redirects=False
             ) as response:
+                if response.status >= 500 and not await self._healthy(url):
+                    raise UpstreamFailed(f"status {response.status} from an engine that is going down", sent=False)
                 kept = [pair for pair in response.raw_headers if pair[0].lower() not in _ANSWER_ONLY]
                 start = {"type": "http.response.start", "status": response.status, "headers": [*kept, *extra]}
+                stream = response.content_type == "text/event-stream"
                 tail = b""
                 async for chunk in response.content.iter_any():
                     if not sent:
@@ -91,7 +98,15 @@ class Upstream:
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
                 return response.status, _cached_tokens(tail)
         except (aiohttp.ClientError, OSError) as error:
-            raise UpstreamFailed(f"{type(error).__name__}: {error}", sent) from error
+            raise UpstreamFailed(f"{type(error).__name__}: {error}", sent, stream) from error
+
+    async def _healthy(self, url: str) -> bool:
+        """An error of a healthy engine is the client's to see; that of a dying one is not."""
+        try:
+            async with asyncio.timeout(_HEALTH_S), self._session.get(f"{url}/health") as response:
+                return response.status == 200
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
 
 
 def _kept(headers: Iterable[tuple[bytes, bytes]]) -> Headers:

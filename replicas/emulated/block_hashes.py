@@ -44,18 +44,22 @@ class CacheKeys:
     media: tuple[MediaItem, ...] = ()
 
     def of_block(self, start: int, stop: int) -> tuple[ExtraKey, ...] | None:
-        """Extra keys of the block of tokens `start` .. `stop - 1`; None where it has none."""
-        keys: list[ExtraKey] = []
+        """Extra keys of the block of tokens `start` .. `stop - 1`, as events name them; None where it has none."""
+        return tuple(key for _, key in self.tagged(start, stop)) or None
+
+    def tagged(self, start: int, stop: int) -> list[tuple[str, ExtraKey]]:
+        """The same keys, each with what it is: hashes tell a salt from an adapter of that name, events don't."""
+        keys: list[tuple[str, ExtraKey]] = []
         if self.lora_name is not None:
-            keys.append(self.lora_name)
+            keys.append(("lora", self.lora_name))
         keys += [
-            (item.identifier, item.offset - start)
+            ("media", (item.identifier, item.offset - start))
             for item in self.media
             if item.offset < stop and item.offset + item.length > start
         ]
         if start == 0 and self.cache_salt is not None:
-            keys.append(self.cache_salt)
-        return tuple(keys) or None
+            keys.append(("salt", self.cache_salt))
+        return keys
 
 
 class BlockChain:
@@ -96,8 +100,9 @@ class BlockChain:
         tokens, size, hashes = self._tokens, self.block_size, self.hashes
         parent = hashes[-1].to_bytes(8, "big") if hashes else b""
         for block in range(len(hashes), len(tokens) // size):
-            extra = self.extra_keys(block)
-            content = parent + tokens[block * size : (block + 1) * size].tobytes()
-            value = xxh64_intdigest(content if extra is None else content + _pack(extra), self._seed)
+            start = block * size
+            extra = self.keys.tagged(start, start + size)
+            content = parent + tokens[start : start + size].tobytes()
+            value = xxh64_intdigest(content + _pack(extra) if extra else content, self._seed)
             hashes.append(EngineBlockHash(value))
             parent = value.to_bytes(8, "big")

@@ -223,7 +223,7 @@ class Scheduler:
 
     def _pick_victim(self) -> EngineRequest:
         if self.config.policy == "priority":
-            return max(self.running, key=_precedence)
+            return max(self.running, key=lambda request: (request.priority, request.arrival))
         return self.running[-1]
 
     def _preempt(self, request: EngineRequest) -> None:
@@ -283,5 +283,5 @@ class Scheduler:
         return StepWork(prefill, decoding, attention, context)
 
 
-def _precedence(request: EngineRequest) -> tuple[int, float]:
-    return request.priority, request.arrival
+def _precedence(request: EngineRequest) -> tuple[int, float, str]:
+    return request.priority, request.arrival, request.request_id

@@ -72,12 +72,12 @@ def check(config: AppConfig, port: int, *, own_redis: bool) -> None:
     _check_port(port)
     if not own_redis:
         _check_redis(config)
+    for url in config.engine.endpoints:
+        _check_endpoint(url)
     try:
         PromptEncoder.load(config.model, config.tokenizer, config.adapters)
     except ModelNotFound as error:
         raise Problem(str(error)) from error
-    for url in config.engine.endpoints:
-        _check_endpoint(url)
 
 
 def _validated(args: dict[str, Any], where: str) -> AppConfig:

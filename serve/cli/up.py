@@ -93,10 +93,9 @@ def _run(stack: contextlib.ExitStack, app: AppConfig, port: int, progress: Progr
 
 @contextlib.contextmanager
 def _ray(app: AppConfig, progress: Progress) -> Iterator[None]:
-    folder = tempfile.mkdtemp(prefix="whohas-")
+    folder = short_folder()
     os.environ.update(serve_environment(folder))
-    if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # it costs every Ray process seconds
-        os.environ.setdefault("PYTHONPYCACHEPREFIX", os.path.join(tempfile.gettempdir(), f"whohas-pyc-{os.getuid()}"))
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # without bytecode every Ray process takes seconds longer
     import ray  # reads the environment when imported
 
     try:
@@ -142,6 +141,12 @@ def _serve(app: AppConfig, port: int, progress: Progress) -> Iterator[None]:
             serve.shutdown()  # type: ignore[no-untyped-call]
 
 
+def short_folder() -> str:
+    """A new folder for Ray and HAProxy, whose sockets' paths have room for about 27 characters of it."""
+    base = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="whohas-", dir=base if len(base) <= 8 else "/tmp")
+
+
 def serve_environment(folder: str) -> dict[str, str]:
     """What Ray Serve must find in the environment: HAProxy on, our event loop the only one, files in `folder`."""
     with reserve_port("127.0.0.1") as one, reserve_port("127.0.0.1") as other:
@@ -150,10 +155,10 @@ def serve_environment(folder: str) -> dict[str, str]:
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy/haproxy.cfg",
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/haproxy/admin.sock",
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": f"{folder}/haproxy",
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder}/haproxy/server-state",
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/h/haproxy.cfg",
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/h/admin.sock",
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": f"{folder}/h",
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder}/h/server-state",
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
         # Despite its name, off means: this node is 127.0.0.1, also where the machine has other addresses.

@@ -128,7 +128,7 @@ async def metric(http: aiohttp.ClientSession, server: Server, name: str) -> floa
 
 
 async def wait_for(http: aiohttp.ClientSession, server: Server, name: str, value: float) -> None:
-    while await metric(http, server, name) != value:  # noqa: ASYNC110 (the event is in another process)
+    while await metric(http, server, name) != value:
         await asyncio.sleep(0.02)
 
 

@@ -150,11 +150,9 @@ async def test_a_stream_arrives_piece_by_piece_and_byte_for_byte(live: Live) -> 
 
 
 async def events(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any]:
-    pieces: list[bytes] = []
     async with session.post(f"{url}/v1/chat/completions", json=body) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
-        async for piece in response.content.iter_any():
-            pieces.append(piece)
+        pieces = [piece async for piece in response.content.iter_any()]
     raw = b"".join(pieces)
     parsed = [json.loads(line[6:]) for line in raw.split(b"\n\n") if line.startswith(b"data: {")]
     return {"raw": raw, "pieces": len(pieces), "events": parsed}
