@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _BLOCKS_A_WRITE = 1024
 _BLOCKS_A_SWEEP = 512
+_JOURNAL_SLACK = 65_536
+"""A map that keeps a journal may remember so many blocks more than twice what is held."""
 
 
 class Collector:
@@ -65,6 +67,9 @@ class Collector:
         self._writing = False
         self._told_block_size = False
         self._dirty = False  # has this incarnation written anything?
+        self._journal = 0  # blocks added by this incarnation since its journal was last turned
+        self._turning = False
+        self._rewrite = 0  # size of the set that is being written whole
         self._wake = asyncio.Event()
         self.joined = asyncio.Event()  # set at the first join
         self._renew_at = clock()
@@ -167,7 +172,7 @@ class Collector:
         # Descendants go before their ancestors, and come after them: the map has no holes between two writes.
         self._pending.update(dict.fromkeys(reversed(changes.removed), False))
         self._pending.update(dict.fromkeys(changes.added, True))
-        if len(self._pending) > self._max_pending:
+        if len(self._pending) > self._max_pending + self._rewrite:
             self.counters["overflows"] += 1
             self._join_again()
         self._wake.set()
@@ -231,6 +236,8 @@ class Collector:
             self._renew_at = self._clock() + self._lease_s / 3
         elif self._pending:
             await self._write_slice(self.lease)
+        elif self._turning or self._journal > 2 * len(self._blocks) + _JOURNAL_SLACK:
+            await self._turn_journal(self.lease)
         else:
             self._wake.clear()
             with suppress(TimeoutError):
@@ -246,10 +253,11 @@ class Collector:
             raise
         self.counters["joins"] += 1
         self.joined.set()
-        self._dirty = False
+        self._dirty = self._turning = False
+        self._journal = 0
         self._renew_at = self._clock() + self._lease_s / 3
         if not self._must_join:
-            self._pending = dict.fromkeys(self._blocks.published, True)
+            self._write_whole_set()
 
     async def _write_slice(self, lease: Lease) -> None:
         part = dict(islice(self._pending.items(), _BLOCKS_A_WRITE))
@@ -266,9 +274,28 @@ class Collector:
             raise
         finally:
             self._writing = False
+        self._journal += len(added)
+        if not self._pending:
+            self._rewrite = 0
         self.counters["writes"] += 1
         self.counters["added"] += len(added)
         self.counters["removed"] += len(removed)
+
+    async def _turn_journal(self, lease: Lease) -> None:
+        turn = getattr(self._map, "turn_journal", None)
+        if turn is None:
+            self._journal = 0
+            return
+        await turn(lease, self._turning)
+        self._turning = not self._turning
+        if self._turning:
+            self.counters["journals_turned"] += 1
+            self._journal = 0
+            self._write_whole_set()
+
+    def _write_whole_set(self) -> None:
+        self._pending = dict.fromkeys(self._blocks.published, True)
+        self._rewrite = len(self._pending)
 
     async def _sweep(self) -> None:
         sweep = getattr(self._map, "sweep", None)

@@ -31,6 +31,8 @@ _OFF_LOOP_BYTES = 16_384
 _RETRY_S = 0.5
 """How long after a failed look-up the map is left alone: a dead Redis must not cost every request the time-out."""
 _BYTES_A_TOKEN = 4
+_JOURNAL_BLOCKS = 100_000
+"""After so many claimed blocks a router joins anew, so that the map can forget what it wrote: little still stands."""
 
 logger = logging.getLogger("whohas.router")
 
@@ -90,6 +92,7 @@ class Router:
         self._lock = threading.Lock()  # Ray Serve may rank on another thread than the one that releases
         self._fleet = Snapshot()
         self._lease: Lease | None = None
+        self._written = 0
         self._changed = asyncio.Event()
         self._teller: asyncio.Task[None] | None = None
         self._retry_at = self._fleet_at = float("-inf")
@@ -251,6 +254,10 @@ class Router:
             else:
                 await self._map.renew(self._lease, record, self._config.lease_s)
             await self._map.write(self._lease, writes)
+            self._written += sum(len(write.added) for write in writes)
+            if self._written > _JOURNAL_BLOCKS:
+                self._lease, self._written = None, 0
+                self._changed.set()
             if self.degraded or self._clock() >= self._fleet_at + self._config.lease_s / 3:
                 self._available(await self._map.look_up(()))
         except Fenced:

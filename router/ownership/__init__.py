@@ -102,7 +102,11 @@ class OwnershipMap(Protocol):
 
 
 class Sweeper(Protocol):
-    """Housekeeping, done in slices by whoever has time."""
+    """Housekeeping of a map that outlives its members. Sweeping is done in slices by whoever has time."""
 
     async def sweep(self, max_blocks: int) -> int:
         """Remove what ended members left behind; how many blocks were handled, 0 when there is nothing left."""
+
+    async def turn_journal(self, lease: Lease, done: bool) -> None:
+        """Keep the memory of what was written in proportion to what is held: call with `done` False, write again all
+        that still holds (credit goes on meanwhile), call with `done` True. Raises `Fenced`."""

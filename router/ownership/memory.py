@@ -83,6 +83,9 @@ class MemoryOwnershipMap:
             self._drop(block, entry)
         return min(len(dead), max_blocks)
 
+    async def turn_journal(self, lease: Lease, done: bool) -> None:
+        self._current(lease)  # there is no journal here
+
     def _current(self, lease: Lease) -> _Member:
         member = self._members.get(lease.member)
         if member is None or member.lease != lease:

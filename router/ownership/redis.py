@@ -98,6 +98,9 @@ class RedisOwnershipMap:
         for part in _parts(writes):
             await self._call("write", lease.member, lease.epoch, *part)
 
+    async def turn_journal(self, lease: Lease, done: bool) -> None:
+        await self._call("turn_journal", lease.member, lease.epoch, int(done))
+
     async def look_up(self, hashes: Sequence[BlockHash]) -> Snapshot:
         now, members, changes = await self._call("look_up", b"".join(hashes), timeout_s=self._look_up_timeout_s)
         return _snapshot(float(now), members, changes)

@@ -191,3 +191,20 @@ async def test_hashes_that_differ_in_one_bit_stay_apart(ownership: SweepingMap) 
     for near in (b"\xff" * 15 + b"\xfe", b"\x7f" + b"\xff" * 15, bytes(15) + b"\x01", b"\r\n" * 8):
         assert await depths(ownership, [BlockHash(near)]) == {}
     assert await depths(ownership, [high]) == {"a": Match(1, 1)}
+
+
+async def test_turning_the_journal_changes_no_credit_and_what_is_left_is_still_swept(ownership: SweepingMap) -> None:
+    lease = await joined(ownership, "a")
+    hashes = blocks(50)
+    await ownership.write(lease, [Write(lease.slot, added=hashes)])
+    await ownership.write(lease, [Write(lease.slot, removed=hashes[30:])])
+    await ownership.turn_journal(lease, done=False)
+    assert await depths(ownership, hashes) == {"a": Match(30, 30)}
+    await ownership.write(lease, [Write(lease.slot, added=hashes[:30])])
+    await ownership.turn_journal(lease, done=True)
+    assert await depths(ownership, hashes) == {"a": Match(30, 30)}
+    await ownership.leave(lease)
+    handled = 0
+    while (slice_ := await ownership.sweep(16)) > 0:
+        handled += slice_
+    assert handled == 30

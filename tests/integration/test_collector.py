@@ -330,3 +330,19 @@ async def test_many_events_end_in_the_same_map(ownership: FailingMap, source: So
         await until(lambda: collector.in_sync)
         assert set(ownership._holders) == collector.published
         assert [await owned(ownership, prompt(number, 20)) for number in (20, 25, 219)] == [1, 6, 20]
+
+
+async def test_a_set_larger_than_the_bound_on_changes_is_written_once_and_not_over_and_over(
+    ownership: FailingMap, source: Source
+) -> None:
+    async with collecting(ownership, source, max_pending=100, lease_s=0.3) as collector:
+        for number in range(1, 301):
+            source.store(number, 10)
+        await until(lambda: collector.in_sync and collector.counters["batches"] == 300)
+        joins = collector.counters["joins"]
+        await ownership.leave(collector.lease)
+        for number in range(301, 401):
+            source.store(number, 1)
+            await asyncio.sleep(0.005)
+        await until(lambda: collector.in_sync and collector.counters["batches"] == 400)
+        assert joins < collector.counters["joins"] <= joins + 2

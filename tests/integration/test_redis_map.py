@@ -8,6 +8,9 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
+from replicas.collector import Collector
+from replicas.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from replicas.subscriber import Batch
 from router.errors import OwnershipUnavailable
 from router.hashing import chain, pack_token_ids, root_hash
 from router.ownership import Match, ReplicaRecord, Write
@@ -35,6 +38,52 @@ async def test_a_swept_fleet_leaves_no_block_behind(ownership: RedisOwnershipMap
     async with Redis.from_url(valkey_url) as client:
         left = [key async for key in client.scan_iter(match=f"{ownership._prefix.decode()}*", count=1000)]
     assert left == [ownership._prefix + b"e"]
+
+
+async def test_a_member_that_ends_while_its_journal_turns_leaves_nothing(
+    ownership: RedisOwnershipMap, valkey_url: str
+) -> None:
+    hashes = chain(root_hash("m"), pack_token_ids(range(16 * 30)), 16)
+    lease = await ownership.join("a", RECORD, 30)
+    await ownership.write(lease, [Write(lease.slot, added=hashes)])
+    await ownership.turn_journal(lease, done=False)
+    await ownership.write(lease, [Write(lease.slot, added=hashes[:10])])
+    await ownership.leave(lease)
+    while await ownership.sweep(100):
+        pass
+    async with Redis.from_url(valkey_url) as client:
+        left = [key async for key in client.scan_iter(match=f"{ownership._prefix.decode()}*", count=1000)]
+    assert left == [ownership._prefix + b"e"]
+
+
+async def test_a_collectors_journal_stays_in_proportion_to_what_it_holds(
+    ownership: RedisOwnershipMap, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replicas.collector._JOURNAL_SLACK", 500)
+    collector = Collector(ownership, RECORD, events=None)
+    await collector.start()
+    async with asyncio.timeout(20):
+        await collector.joined.wait()
+        for turn in range(30):
+            ids = tuple(range(1000 * turn, 1000 * turn + 160))
+            names = tuple(range(10 * turn + 1, 10 * turn + 11))
+            gone = BlockRemoved(tuple(range(10 * turn - 9, 10 * turn + 1))) if turn else AllBlocksCleared()
+            stored = BlockStored(names, None, pack_token_ids(ids), 16)
+            for _ in range(5):  # an engine that forgets and learns the same again
+                for events in ((gone, stored), (BlockRemoved(names[::-1]),), (stored,)):
+                    collector._on_item(Batch(turn, KVEventBatch(0.0, events)))
+                    while not collector.in_sync:
+                        await asyncio.sleep(0.001)
+    assert collector.lease is not None
+    async with Redis.from_url(valkey_url) as client:
+        slot = collector.lease.slot.to_bytes(2, "big")
+        journal = await client.lrange(ownership._prefix + b"w" + slot, 0, -1)
+        old = await client.lrange(ownership._prefix + b"o" + slot, 0, -1)
+    assert sum((len(one) - 4) // 16 for one in [*journal, *old]) <= 2 * 10 + 500 + 40
+    assert collector.counters["journals_turned"] >= 1
+    hashes = chain(root_hash("model"), pack_token_ids(ids), 16)
+    assert (await ownership.look_up(hashes)).matches == {collector.lease.slot: Match(10, 10)}
+    await collector.close()
 
 
 async def test_a_lapsed_member_is_over_for_good_after_the_grace(ownership: RedisOwnershipMap) -> None:

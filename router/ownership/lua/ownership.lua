@@ -8,7 +8,8 @@
 --   P d           set     slots of ended members, to be swept
 --   P b HASH      string  who holds the block: sorted entries of 4 bytes, owner slot | claimant slot.
 --                         claimant 0: the owner's KV events say so; else: that router expects it to be computed there
---   P w SLOT      list    everything the member in that slot wrote: entry | hash | hash ...  (what the sweeper undoes)
+--   P w SLOT      list    journal of what the member in that slot wrote: entry | hash | hash ...  (the sweeper undoes it)
+--   P o SLOT      list    the journal before it was turned; gone once all that still holds has been written again
 --
 -- A hash is 16 bytes and is never turned into a number.
 
@@ -131,6 +132,21 @@ local function write(keys, args)
   return redis.status_reply('OK')
 end
 
+-- ARGV: member, epoch, "1" when all that still holds has been written again. A journal only grows; turning it keeps it in
+-- proportion to what the member holds.
+local function turn_journal(keys, args)
+  local p, call = keys[1], redis.call
+  local slot = slot_of(p, args[1], args[2])
+  if not slot then return redis.error_reply('FENCED') end
+  local journal, old = p .. 'w' .. slot_key(slot), p .. 'o' .. slot_key(slot)
+  if args[3] == '1' then
+    call('UNLINK', old)
+  elseif call('EXISTS', journal) == 1 and call('EXISTS', old) == 0 then
+    call('RENAME', journal, old)
+  end
+  return redis.status_reply('OK')
+end
+
 -- ARGV: the chain, 16 bytes a block. Returns {now (ms), members flat, changes flat}; a change is {depth, entries}: the
 -- blocks up to this depth, back to the change before, are held by exactly these.
 --
@@ -178,7 +194,7 @@ local function sweep(keys, args)
   while done < most do
     local slot = call('SRANDMEMBER', p .. 'd')
     if not slot then break end
-    local written = call('LPOP', p .. 'w' .. slot)
+    local written = call('LPOP', p .. 'o' .. slot) or call('LPOP', p .. 'w' .. slot)
     if written then
       local entry = sub(written, 1, 4)
       for j = 5, #written, HASH_BYTES do
@@ -197,5 +213,6 @@ redis.register_function('@LIBRARY@_join', join)
 redis.register_function('@LIBRARY@_renew', renew)
 redis.register_function('@LIBRARY@_leave', leave)
 redis.register_function('@LIBRARY@_write', write)
+redis.register_function('@LIBRARY@_turn_journal', turn_journal)
 redis.register_function{function_name='@LIBRARY@_look_up', callback=look_up, flags={'no-writes'}}
 redis.register_function('@LIBRARY@_sweep', sweep)

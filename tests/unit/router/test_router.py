@@ -88,12 +88,12 @@ async def test_the_holder_is_chosen_and_the_promise_is_what_an_engine_can_reuse(
     ownership: FlakyMap, clock: Clock
 ) -> None:
     leases = await joined(ownership, *"abcd")
-    await own(ownership, leases["c"], 64)
+    await own(ownership, leases["c"], 128)
     router = await started(ownership, clock)
-    placed = await router.route("/v1/completions", body(64), 300, REPLICAS)
+    placed = await router.route("/v1/completions", body(128), 300, REPLICAS)
     assert placed.decision.replica_id == "c"
-    assert placed.decision.predicted_cached_tokens == 48  # all 4 blocks are held, the last token is computed anyway
-    assert placed.decision.prompt_tokens == 64
+    assert placed.decision.predicted_cached_tokens == 112  # all 8 blocks are held, the last token is computed anyway
+    assert placed.decision.prompt_tokens == 128
     await router.close()
 
 
