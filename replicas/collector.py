@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -30,8 +30,13 @@ logger = logging.getLogger(__name__)
 
 _BLOCKS_A_WRITE = 1024
 _BLOCKS_A_SWEEP = 512
+_DOUBT_PAUSE_S = 60.0
 _JOURNAL_SLACK = 65_536
 """A map that keeps a journal may remember so many blocks more than twice what is held."""
+
+
+class _Doubted(Exception):
+    """Forget everything and listen from the start of what the engine can still replay."""
 
 
 class Collector:
@@ -67,6 +72,8 @@ class Collector:
         self._writing = False
         self._told_block_size = False
         self._dirty = False  # has this incarnation written anything?
+        self.doubt = ""  # why no router should rely on these blocks, whatever the events say
+        self._doubted_at = float("-inf")
         self._journal = 0  # blocks added by this incarnation since its journal was last turned
         self._turning = False
         self._rewrite = 0  # size of the set that is being written whole
@@ -100,8 +107,13 @@ class Collector:
             self._record,
             blocks=len(self._blocks),
             seq=-1 if subscriber is None else subscriber.seq,
-            trusted=subscriber is None or not subscriber.tracker.in_doubt,
+            trusted=not self.doubt and (subscriber is None or not subscriber.tracker.in_doubt),
+            doubt=self.doubt,
         )
+
+    async def holds(self, hashes: Sequence[BlockHash]) -> bool:
+        """Has the engine told of all these blocks?"""
+        return all(block in self._blocks.published for block in hashes)
 
     @property
     def published(self) -> frozenset[BlockHash]:
@@ -137,9 +149,11 @@ class Collector:
                     tasks.create_task(self._sweep())
                     if self._events is not None:
                         tasks.create_task(self._read(self._events))
+            except* _Doubted:
+                logger.warning("%s starts anew: its engine reuses less than its events say", self._record.replica_id)
             except* Exception:
                 logger.exception("the collector of %s failed and starts again", self._record.replica_id)
-            self.counters["crashes"] += 1
+                self.counters["crashes"] += 1
             self._start_anew()
             await asyncio.sleep(self._retry_s[1])
 
@@ -234,6 +248,7 @@ class Collector:
             await self._map.renew(self.lease, self.record, self._lease_s)
             self.counters["renewals"] += 1
             self._renew_at = self._clock() + self._lease_s / 3
+            await self._heed_doubts(self.lease)
         elif self._pending:
             await self._write_slice(self.lease)
         elif self._turning or self._journal > 2 * len(self._blocks) + _JOURNAL_SLACK:
@@ -243,6 +258,16 @@ class Collector:
             with suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, self._renew_at - self._clock())):
                     await self._wake.wait()
+
+    async def _heed_doubts(self, lease: Lease) -> None:
+        """A router that saw promises broken asks for a fresh start; not again for a while: it may not help."""
+        if self._events is None or self._clock() < self._doubted_at + _DOUBT_PAUSE_S:
+            return
+        routers = (await self._map.look_up(())).routers.values()
+        if any(lease.slot in router.doubted for router in routers):
+            self._doubted_at = self._clock()
+            self.counters["resynchronised"] += 1
+            raise _Doubted
 
     async def _join(self) -> None:
         self._must_join = False

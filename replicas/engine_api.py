@@ -31,15 +31,24 @@ class EngineFacts:
 
 async def get(url: str, timeout_s: float = 5.0, headers: Mapping[str, str] | None = None) -> tuple[int, bytes]:
     """Status and body. Raises OSError (also TimeoutError) where no HTTP answer comes; no proxies, no redirects."""
-    return await asyncio.to_thread(_get, url, timeout_s, dict(headers or {}))
+    return await asyncio.to_thread(_request, "GET", url, timeout_s, dict(headers or {}), None)
 
 
-def _get(url: str, timeout_s: float, headers: dict[str, str]) -> tuple[int, bytes]:
+async def post(
+    url: str, body: object, timeout_s: float = 120.0, headers: Mapping[str, str] | None = None
+) -> tuple[int, bytes]:
+    """Like `get`, with a JSON body."""
+    all_headers = {"content-type": "application/json", **(headers or {})}
+    return await asyncio.to_thread(_request, "POST", url, timeout_s, all_headers, json.dumps(body).encode())
+
+
+def _request(method: str, url: str, timeout_s: float, headers: dict[str, str], body: bytes | None) -> tuple[int, bytes]:
     parts = urlsplit(url)
     kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
     connection = kind(parts.hostname or "", parts.port, timeout=timeout_s)
     try:
-        connection.request("GET", (parts.path or "/") + (f"?{parts.query}" if parts.query else ""), headers=headers)
+        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        connection.request(method, target, body=body, headers=headers)
         response = connection.getresponse()
         return response.status, response.read()
     except HTTPException as error:

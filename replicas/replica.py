@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from uuid import uuid4
 
+from replicas import handshake
 from replicas.collector import Collector
 from replicas.config import EngineConfig
 from replicas.engine import Engine, EngineEndpoints, make_engine
 from replicas.engine_api import EngineFacts, get, read_facts, read_load
+from replicas.handshake import Encoder, Finding
 from replicas.process import EngineFailed
 from router.ownership import OwnershipMap, ReplicaRecord
 
@@ -40,12 +44,15 @@ class Replica:
         *,
         rank: int = 0,
         host: str = "127.0.0.1",
+        encoder: Encoder | None = None,
+        adapters: Sequence[str] = (),
     ) -> Replica:
-        """Start the engine, wait until it serves, follow its events from the first one on, and join the map.
+        """Start the engine, wait until it serves, follow its events from the first one on, join the map, shake hands.
 
         `host`: this machine's address for the routers; the engine listens there. `rank`: which one of `external`
         endpoints. Raises `EngineFailed` or, for a wrong configuration, ValueError. A map that can't be reached is no
-        error: the collector goes on trying.
+        error: the collector goes on trying. With an `encoder` the engine must show that it caches what that computes;
+        if it doesn't, the replica serves, but no router relies on its blocks.
         """
         engine = make_engine(config, replica_id, host, rank)
         try:
@@ -60,7 +67,25 @@ class Replica:
         with suppress(TimeoutError):
             async with asyncio.timeout(lease_s):
                 await collector.joined.wait()
-        return cls(engine, endpoints, facts, collector)
+        replica = cls(engine, endpoints, facts, collector)
+        if encoder is not None:
+            await replica.shake_hands(encoder, adapters)
+        return replica
+
+    async def shake_hands(self, encoder: Encoder, adapters: Sequence[str] = ()) -> list[Finding]:
+        """See `replicas.handshake`. What differs is logged as an error, and told to the map as the replica's doubt."""
+        collector, record = self.collector, self.collector.record
+        holds = collector.holds if self._endpoints.events else None
+        under_test = handshake.Engine(self.url, record.model, record.block_size, holds, collector.stats)
+        try:
+            findings = await handshake.shake_hands(under_test, encoder, uuid4().hex, adapters)
+        except OSError as error:
+            findings = [Finding("base", f"the canary got no answer: {error}")]
+        problems = [str(finding) for finding in findings if finding.problem]
+        for problem in problems:
+            logger.error("%s does not cache what the router computes: %s", record.replica_id, problem)
+        collector.doubt = "; ".join(problems)
+        return findings
 
     @property
     def record(self) -> ReplicaRecord:

@@ -24,6 +24,7 @@ from router.hashing import chain, reusable_blocks
 from router.load import Bookings, Reservation
 from router.ownership import Lease, Match, OwnershipMap, RouterRecord, Snapshot
 from router.policies import Policy, Request, load_policy
+from router.trust import DOUBT, TrustBook
 from router.types import BlockHash, Decision, Load, Prompt, ReplicaId, ReplicaView, Slot
 
 _OFF_LOOP_BYTES = 16_384
@@ -60,10 +61,15 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A decision and what it booked; the holder must release the reservation exactly when the request is over."""
+    """A decision and what it booked; the holder must release the reservation exactly when the request is over.
+
+    `promised`: cached tokens by the replica's own events: without claims, which others may have given up meanwhile, and
+    without any discount for earlier promises that were not kept.
+    """
 
     decision: Decision
     reservation: Reservation
+    promised: int = 0
 
 
 class Router:
@@ -89,6 +95,7 @@ class Router:
         self._random = random.Random(seed)
         self._turn = self._random.randrange(1 << 16)
         self._bookings = Bookings(config.claim_s)
+        self._trust = TrustBook()
         self._lock = threading.Lock()  # Ray Serve may rank on another thread than the one that releases
         self._fleet = Snapshot()
         self._lease: Lease | None = None
@@ -158,7 +165,7 @@ class Router:
             reservation = self._bookings.reserve(best.replica_id, slot, uncached, claimed, self._clock())
             self._turn += 1
         self._changed.set()
-        return Placement(decision, reservation)
+        return Placement(decision, reservation, _promised(asked, slot))
 
     def first_token(self, placement: Placement) -> None:
         """The engine has begun to answer. Once is enough; more often is harmless."""
@@ -173,6 +180,17 @@ class Router:
             changed = self._bookings.release(placement.reservation, self._clock())
         if changed:
             self._changed.set()
+
+    def observe(self, placement: Placement, reported: int) -> None:
+        """The engine reported so many cached tokens in its answer. Compares with what was promised."""
+        slot = placement.reservation.slot
+        if slot is not None:
+            with self._lock:
+                self._trust.observe(slot, placement.promised, reported)
+
+    def trust(self) -> Mapping[str, float]:
+        """By replica id, for those in the map."""
+        return {record.replica_id: self._trust.trust(slot) for slot, record in self._fleet.replicas.items()}
 
     def load(self, replica_id: ReplicaId) -> Load:
         """What this router alone has booked there."""
@@ -191,12 +209,13 @@ class Router:
         if slot is None:
             return ReplicaView(replica, load=load)
         load += others.get(slot, Load())
-        record = asked.snapshot.replicas[slot]
-        if record.block_size != asked.block_size or not record.trusted:
+        if not _credited(asked, slot):
             return ReplicaView(replica, load=load)
         match = asked.snapshot.matches.get(slot, Match())
         overlap = self._bookings.claimed_depth(slot, asked.hashes[: asked.reusable], match.overlap)
-        return ReplicaView(replica, match.owned, overlap, load)
+        trust = self._trust.trust(slot)
+        owned, overlap = self._trust.credit(slot, match.owned), self._trust.credit(slot, overlap)
+        return ReplicaView(replica, owned, overlap, load, trust)
 
     def _loads_of_others(self, snapshot: Snapshot) -> Mapping[int, Load]:
         total: dict[int, Load] = {}
@@ -246,7 +265,8 @@ class Router:
     async def _tell(self) -> bool:
         with self._lock:
             self._bookings.expire(self._clock())
-            record = RouterRecord(self._bookings.loads())
+            self._trust.keep(self._fleet.replicas)
+            record = RouterRecord(self._bookings.loads(), self._trust.doubted())
             writes = self._bookings.take_writes() if self._lease else self._bookings.all_claims()
         try:
             if self._lease is None:
@@ -274,6 +294,18 @@ def _slots(snapshot: Snapshot) -> dict[str, Slot]:
     return {record.replica_id: slot for slot, record in snapshot.replicas.items()}
 
 
+def _credited(asked: Asked, slot: Slot) -> bool:
+    """May this replica's blocks be compared with the prompt's, and relied on?"""
+    record = asked.snapshot.replicas[slot]
+    return record.trusted and record.block_size == asked.block_size
+
+
+def _promised(asked: Asked, slot: Slot | None) -> int:
+    if slot is None or not _credited(asked, slot):
+        return 0
+    return asked.snapshot.matches.get(slot, Match()).owned * asked.block_size
+
+
 def _block_size(snapshot: Snapshot) -> int:
     """The fleet's block size; where replicas differ, that of most of them. 0 while none is known."""
     sizes = Counter(record.block_size for record in snapshot.replicas.values())
@@ -284,6 +316,9 @@ def _reason(asked: Asked, best: ReplicaView, views: Sequence[ReplicaView]) -> st
     if asked.note:
         return f"by load alone: {asked.note}"
     longest = max(view.overlap_blocks for view in views)
+    doubted = [view.replica_id for view in views if view.trust < DOUBT]
+    if doubted:
+        return f"by what is held, but {', '.join(doubted)} reused far less than its events promised and is discounted"
     if longest == 0:
         return "nobody holds a block of this prompt: the least busy replica"
     held = f"{best.overlap_blocks} of {len(asked.hashes)} blocks held"

@@ -59,13 +59,15 @@ class ReplicaView:
     """One candidate as the policy sees it.
 
     `owned_blocks`: longest prefix of the prompt that the replica's KV events say it holds. `overlap_blocks`: the same,
-    counting blocks that requests in flight there are about to compute. Never below `owned_blocks`.
+    counting blocks that requests in flight there are about to compute, and both less what the replica's broken promises
+    cost it in `trust` (1: none).
     """
 
     replica_id: ReplicaId
     owned_blocks: int = 0
     overlap_blocks: int = 0
     load: Load = field(default_factory=Load)
+    trust: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

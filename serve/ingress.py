@@ -132,7 +132,7 @@ class Ingress:
         if path == "/health" and method in ("GET", "HEAD"):
             await self._health(send)
         elif path == "/metrics" and method == "GET":
-            self._metrics.observe_fleet(self.router.fleet, bool(self.router.degraded))
+            self._observe_fleet()
             text = await self._shared_metrics.text()
             await _send(send, 200, text, b"text/plain; version=0.0.4; charset=utf-8")
         elif path == "/explain" and method == "POST":
@@ -145,15 +145,20 @@ class Ingress:
     async def _health(self, send: Send) -> None:
         """Live: it answers. Ready: a replica is there. Degraded: it routes by load, and why."""
         ready = bool(candidates(*self._deployment)) or await self._anyone()
-        status = "unready" if not ready else "degraded" if self.router.degraded else "ok"
+        doubts = {one.replica_id: one.doubt for one in self.router.fleet.replicas.values() if one.doubt}
+        status = "unready" if not ready else "degraded" if self.router.degraded or doubts else "ok"
         body = {
             "status": status,
             "ready": ready,
             "degraded": self.router.degraded,
             "replicas": len(candidates(*self._deployment)),
             "replicas_in_map": len(self.router.fleet.replicas),
+            "doubts": doubts,
         }
         await _send_json(send, 200 if ready else 503, body)
+
+    def _observe_fleet(self) -> None:
+        self._metrics.observe_fleet(self.router.fleet, self.router.trust(), bool(self.router.degraded))
 
     async def _anyone(self) -> bool:
         try:
@@ -234,7 +239,8 @@ class Ingress:
         self._suspects.pop(candidate.replica_id, None)
         self._metrics.requests.labels(status).inc()
         if placement is not None and cached is not None:
-            self._metrics.observe_prediction(decision.predicted_cached_tokens, cached)
+            self._metrics.observe_prediction(decision.replica_id, decision.predicted_cached_tokens, cached)
+            self.router.observe(placement, cached)
         return True
 
     async def _pick(self, pick: _Pick, timeout_s: float | None = None) -> Candidate:
@@ -276,6 +282,7 @@ def explanation(decision: Decision) -> dict[str, Any]:
                 "replica": one.view.replica_id,
                 "overlap_blocks": one.view.overlap_blocks,
                 "owned_blocks": one.view.owned_blocks,
+                "trust": one.view.trust,
                 "cost_s": one.cost_s,
                 "terms": dict(one.terms),
             }

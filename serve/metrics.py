@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
@@ -20,6 +20,7 @@ from router.ownership import Snapshot
 
 _PERIOD_S = 2.0
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
+_ERRORS = (-16384, -4096, -1024, -256, -64, -1, 0, 64, 256, 1024, 4096, 16384)
 
 
 class Metrics:
@@ -41,24 +42,36 @@ class Metrics:
         self.predicted = Counter("whohas_predicted_cached_tokens", "Cached tokens promised", registry=r)
         self.reported = Counter("whohas_reported_cached_tokens", "Cached tokens reported by engines", registry=r)
         self.predictions = Counter(
-            "whohas_predictions", "Answers that tell cached tokens, by how the promise held", ["outcome"], registry=r
+            "whohas_predictions",
+            "Answers that tell cached tokens, by how the promise held",
+            ["replica", "outcome"],
+            registry=r,
+        )
+        self.error = Histogram(
+            "whohas_prediction_error_tokens", "Promised less reported cached tokens", buckets=_ERRORS, registry=r
         )
         self.by_load = Counter("whohas_routed_by_load", "Decisions without look-up, by reason", ["reason"], registry=r)
         self.degraded = Gauge("whohas_ownership_map_unavailable", "1 while routing by load alone", registry=r)
         self.replicas = Gauge("whohas_replicas", "Replicas in the ownership map", registry=r)
+        self.trust = Gauge("whohas_replica_trust", "Share of promises kept, lately", ["replica"], registry=r)
+        self.doubts = Gauge("whohas_replica_doubt", "1: found not to conform; no credit", ["replica"], registry=r)
         self.blocks = Gauge("whohas_replica_blocks", "KV blocks owned", ["replica"], registry=r)
 
-    def observe_prediction(self, predicted: int, reported: int) -> None:
+    def observe_prediction(self, replica: str, predicted: int, reported: int) -> None:
         self.reported.inc(reported)
         outcome = "exact" if predicted == reported else "too_high" if predicted > reported else "too_low"
-        self.predictions.labels(outcome).inc()
+        self.predictions.labels(replica, outcome).inc()
+        self.error.observe(predicted - reported)
 
-    def observe_fleet(self, fleet: Snapshot, degraded: bool) -> None:
+    def observe_fleet(self, fleet: Snapshot, trust: Mapping[str, float], degraded: bool) -> None:
         self.degraded.set(degraded)
         self.replicas.set(len(fleet.replicas))
-        self.blocks.clear()
+        for gauge in (self.blocks, self.trust, self.doubts):
+            gauge.clear()
         for record in fleet.replicas.values():
             self.blocks.labels(record.replica_id).set(record.blocks)
+            self.trust.labels(record.replica_id).set(trust.get(record.replica_id, 1.0))
+            self.doubts.labels(record.replica_id).set(bool(record.doubt))
 
     def text(self) -> str:
         return generate_latest(self.registry).decode()

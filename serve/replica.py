@@ -13,6 +13,7 @@ from ray import serve
 from replicas.replica import Replica
 from router.errors import OwnershipUnavailable
 from router.ownership.redis import RedisOwnershipMap
+from router.prompt import PromptEncoder
 from serve.autoscaling_policy import ONGOING
 from serve.config import AppConfig
 
@@ -31,6 +32,7 @@ class ReplicaActor:
             await self._map.connect()
         except OwnershipUnavailable as error:
             logger.warning("starting without the ownership map: %s", error)
+        encoder = await asyncio.to_thread(PromptEncoder.load, config.model, config.tokenizer, config.adapters)
         rank = context.rank.rank if context.rank is not None else 0
         self._replica = await Replica.start(
             context.replica_id.unique_id,
@@ -39,6 +41,8 @@ class ReplicaActor:
             config.router.lease_s,
             rank=rank,
             host=_node_address(),
+            encoder=encoder,
+            adapters=config.adapters,
         )
         self._load: dict[str, float] = {}
         self._poller = asyncio.create_task(self._poll_load(), name="whohas-load")

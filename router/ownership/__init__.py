@@ -31,7 +31,8 @@ class Lease:
 class ReplicaRecord:
     """What a replica tells about itself with every `renew`.
 
-    `trusted` is False while its collector is not sure of its engine's blocks; such a replica gets no credit.
+    `trusted` is False while its collector is not sure of its engine's blocks, and for good where its engine was found
+    not to cache what the router computes (`doubt` says what differs). Such a replica gets no credit.
     """
 
     replica_id: str
@@ -41,13 +42,17 @@ class ReplicaRecord:
     blocks: int = 0
     seq: int = -1
     trusted: bool = True
+    doubt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterRecord:
-    """What a router tells with every `renew`: its own bookings in full, by replica slot. Never increments."""
+    """What a router tells with every `renew`: its own bookings in full, by replica slot; never increments. `doubted`:
+    slots of replicas whose engines reused far less than their ownership promised; their collectors should start anew.
+    """
 
     loads: Mapping[int, Load] = field(default_factory=dict)
+    doubted: tuple[int, ...] = ()
 
 
 Record = ReplicaRecord | RouterRecord

@@ -71,7 +71,7 @@ def _show(name: str, members: list[Member]) -> None:
     )
     for member, record in replicas:
         load = loads.get(member.lease.slot, Load())
-        mark = "" if record.trusted else "  (not sure of its blocks: no credit)"
+        mark = "" if record.trusted else f"  no credit: {record.doubt or 'not sure of its blocks just now'}"
         click.echo(
             f"  {record.replica_id:<20}{member.lease.epoch:>7}{_lease(member):>8}{record.blocks:>9}{record.seq:>9}"
             f"{load.num_waiting:>9}{load.num_decoding:>10}{load.prefill_tokens:>16}  {record.url}{mark}"
@@ -101,6 +101,7 @@ def _as_json(members: list[Member]) -> dict[str, Any]:
                     "blocks": record.blocks,
                     "seq": record.seq,
                     "trusted": record.trusted,
+                    "doubt": record.doubt,
                     "num_waiting": load.num_waiting,
                     "num_decoding": load.num_decoding,
                     "prefill_tokens": load.prefill_tokens,

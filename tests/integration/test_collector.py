@@ -15,7 +15,7 @@ from replicas.collector import Collector
 from replicas.emulated.publisher import EventPublisher
 from router.errors import OwnershipUnavailable
 from router.hashing import chain, pack_token_ids, root_hash
-from router.ownership import Lease, OwnershipMap, Record, ReplicaRecord, Write
+from router.ownership import Lease, OwnershipMap, Record, ReplicaRecord, RouterRecord, Write
 from router.ownership.memory import MemoryOwnershipMap
 from router.ownership.redis import RedisOwnershipMap
 from router.types import BlockHash
@@ -346,3 +346,22 @@ async def test_a_set_larger_than_the_bound_on_changes_is_written_once_and_not_ov
             await asyncio.sleep(0.005)
         await until(lambda: collector.in_sync and collector.counters["batches"] == 400)
         assert joins < collector.counters["joins"] <= joins + 2
+
+
+async def test_a_collector_that_a_router_doubts_starts_anew_once_and_tells_the_same_again(
+    ownership: FailingMap, source: Source
+) -> None:
+    async with collecting(ownership, source, lease_s=0.3) as collector:
+        source.store(1)
+        await until(lambda: collector.in_sync and collector.counters["batches"] == 1)
+        before = collector.lease
+        assert before is not None
+        router = await ownership.join("router", RouterRecord(doubted=(before.slot,)), 60)
+        await until(lambda: collector.counters["resynchronised"] == 1 and collector.in_sync)
+        assert collector.lease is not None
+        assert collector.lease.epoch > before.epoch
+        assert await owned(ownership, prompt(1)) == 3
+        await ownership.renew(router, RouterRecord(doubted=(collector.lease.slot,)), 60)
+        renewals = collector.counters["renewals"]
+        await until(lambda: collector.counters["renewals"] > renewals + 3)
+        assert collector.counters["resynchronised"] == 1  # it has just done all it can

@@ -252,7 +252,14 @@ def command(*args: str) -> str:
 def test_health_says_ready_and_not_degraded(live: Live) -> None:
     answer = live.request("GET", "/health")
     assert answer.status == 200
-    assert answer.json == {"status": "ok", "ready": True, "degraded": "", "replicas": 4, "replicas_in_map": 4}
+    assert answer.json == {
+        "status": "ok",
+        "ready": True,
+        "degraded": "",
+        "replicas": 4,
+        "replicas_in_map": 4,
+        "doubts": {},
+    }
 
 
 def test_metrics_add_up_over_both_ingress_processes(live: Live) -> None:

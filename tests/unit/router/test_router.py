@@ -270,3 +270,43 @@ async def test_a_replica_unknown_to_the_map_can_still_be_chosen(ownership: Flaky
     assert placed.decision.replica_id == "new"
     assert router.load(ReplicaId("new")) == Load(1, 0, 640)
     await router.close()
+
+
+async def test_a_replica_whose_map_lies_loses_credit_and_is_named_until_it_starts_anew(
+    ownership: FlakyMap, clock: Clock
+) -> None:
+    leases = await joined(ownership, *"abcd")
+    await own(ownership, leases["c"], 4096)
+    router = await started(ownership, clock)
+    for _ in range(8):
+        placed = await router.route("/v1/completions", body(4096), 300, REPLICAS[2:3])
+        router.observe(placed, 0)
+        router.release(placed)
+    asked = await router.look_up("/v1/completions", body(4096), 300)
+    decision = router.decide(asked, REPLICAS)
+    assert "c reused far less" in decision.reason
+    (lying,) = [one.view for one in decision.candidates if one.view.replica_id == "c"]
+    assert lying.trust < 0.5
+    assert lying.overlap_blocks < 128
+    await settle()
+    assert {slot for one in (await ownership.look_up([])).routers.values() for slot in one.doubted} == {
+        leases["c"].slot
+    }
+    leases = await joined(ownership, "c")
+    await own(ownership, leases["c"], 4096)
+    decision = router.decide(await router.look_up("/v1/completions", body(4096), 300), REPLICAS)
+    assert decision.replica_id == "c"
+    assert decision.predicted_cached_tokens == 255 * 16
+    await router.close()
+
+
+async def test_claims_that_came_to_nothing_are_not_held_against_the_replica(ownership: FlakyMap, clock: Clock) -> None:
+    await joined(ownership, *"abcd")
+    router = await started(ownership, clock)
+    first = await router.route("/v1/completions", body(4096), 300, REPLICAS)
+    for _ in range(8):
+        placed = await router.route("/v1/completions", body(4096), 300, REPLICAS)
+        assert placed.decision.predicted_cached_tokens > 4000
+        router.observe(placed, 0)
+    assert router.trust()[first.decision.replica_id] == 1
+    await router.close()

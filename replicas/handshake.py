@@ -1,0 +1,177 @@
+"""The conformance handshake: does this engine cache what the router thinks it caches?
+
+A canary prompt that nobody has seen is sent to the engine. Its blocks must come back in the KV events as the router
+hashes them, and the same prompt sent again must be reported as cached, to the token. What differs is found by comparing
+the two sides step by step, so that the finding names it: tokenizer, template, block size, events or their format.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from replicas.engine_api import post
+from router.errors import RouterError
+from router.hashing import chain, reusable_blocks
+from router.types import BlockHash, Prompt
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_BLOCKS = 3
+_EVENTS_S = 10.0
+_POLL_S = 0.02
+
+
+class Encoder(Protocol):
+    """The router's own way from a body to token ids; `router.prompt.PromptEncoder` is one."""
+
+    def prompt(self, path: str, body: Mapping[str, Any]) -> Prompt: ...
+
+    def encode_text(self, text: str, *, add_special_tokens: bool = False) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one canary showed. `variant`: "base", "salt" or "adapter NAME"; `problem`: empty where all agrees."""
+
+    variant: str
+    problem: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.variant}: {self.problem or 'ok'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """The engine under test. `holds`: have its events told of all these blocks? None where it tells no events.
+    `counters`: what its collector could not use (see `BlockSet`)."""
+
+    url: str
+    model: str
+    block_size: int
+    holds: Callable[[Sequence[BlockHash]], Awaitable[bool]] | None
+    counters: Callable[[], Mapping[str, int]]
+
+
+async def shake_hands(engine: Engine, encoder: Encoder, nonce: str, adapters: Sequence[str] = ()) -> list[Finding]:
+    """One finding for each of: the base model, a salted prompt, every adapter. `nonce` must be new for every call.
+
+    Raises OSError where the engine does not answer at all.
+    """
+    variants: list[tuple[str, dict[str, Any]]] = [
+        ("base", {"model": engine.model}),
+        ("salt", {"model": engine.model, "cache_salt": f"canary-{nonce}"}),
+        *((f"adapter {name}", {"model": name}) for name in adapters),
+    ]
+    return [Finding(name, await _try(engine, encoder, f"{nonce} {name}", fields)) for name, fields in variants]
+
+
+async def _try(engine: Engine, encoder: Encoder, nonce: str, fields: dict[str, Any]) -> str:
+    try:
+        path, body, prompt = _canary(engine, encoder, nonce, fields)
+    except RouterError as error:
+        return f"the router can't tell the token ids of a plain chat ({error}): routed by load"
+    before = engine.counters()
+    status, answer = await _ask(engine, path, body)
+    if status != 200:
+        return f"the engine refused the canary: {status} {answer.get('error', answer)}"
+    told = _usage(answer)
+    if told.get("prompt_tokens") != prompt.num_tokens:
+        return await _which_ids_differ(engine, encoder, path, body, prompt)
+    hashes = chain(prompt.root, prompt.token_ids, engine.block_size)
+    if problem := await _events_problem(engine, hashes, before):
+        return await _which_ids_differ(engine, encoder, path, body, prompt, unless_equal=problem)
+    return await _repeat_problem(engine, path, body, prompt)
+
+
+def _canary(engine: Engine, encoder: Encoder, nonce: str, fields: dict[str, Any]) -> tuple[str, dict[str, Any], Prompt]:
+    """A chat of at least `_BLOCKS` full blocks and a bit; plain text where the model has no chat template."""
+    words = ["Canary", nonce]
+    count = 0
+    while True:
+        words += [f"and number {count + i}" for i in range(_BLOCKS * engine.block_size // 4 + 1)]
+        count = len(words)
+        text = " ".join(words)
+        common = {**fields, "max_tokens": 1, "temperature": 0}
+        chat = {**common, "messages": [{"role": "user", "content": text}]}
+        try:
+            path, body, prompt = CHAT, chat, encoder.prompt(CHAT, chat)
+        except RouterError:
+            body = {**common, "prompt": text}
+            path, prompt = COMPLETIONS, encoder.prompt(COMPLETIONS, body)
+        if prompt.num_tokens > _BLOCKS * engine.block_size:
+            return path, body, prompt
+
+
+async def _ask(engine: Engine, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    status, raw = await post(f"{engine.url}{path}", body)
+    try:
+        answer = json.loads(raw)
+    except ValueError:
+        answer = None
+    return status, answer if isinstance(answer, dict) else {"error": raw[:200].decode("utf-8", "replace")}
+
+
+def _usage(answer: Mapping[str, Any]) -> Mapping[str, Any]:
+    usage = answer.get("usage")
+    return usage if isinstance(usage, dict) else {}
+
+
+async def _events_problem(engine: Engine, hashes: Sequence[BlockHash], before: Mapping[str, int]) -> str:
+    """Wait for the canary's blocks among those that the events told of; `before`: the counters when it was sent."""
+    if engine.holds is None:
+        return ""
+    for _ in range(max(1, round(_EVENTS_S / _POLL_S))):
+        if await engine.holds(hashes):
+            return ""
+        await asyncio.sleep(_POLL_S)
+    new = {name: count - before.get(name, 0) for name, count in engine.counters().items()}
+    strange = {name: count for name, count in new.items() if count and ("skipped" in name or "broken" in name)}
+    if any("block_size" in name for name in strange):
+        return f"block size: its events are not about blocks of {engine.block_size} tokens"
+    if strange:
+        return f"event format: its KV events can't be used ({strange})"
+    if not any(new.get(name) for name in ("batches", "blocks_stored")):
+        return "no KV events arrived: are they switched on, and is the endpoint right?"
+    return "its KV events tell of other blocks than the router computed"
+
+
+async def _which_ids_differ(
+    engine: Engine, encoder: Encoder, path: str, body: dict[str, Any], prompt: Prompt, unless_equal: str = ""
+) -> str:
+    """Compare token by token with the engine's /tokenize: first the prompt as a whole, then its plain text."""
+    form: dict[str, Any] = {key: body[key] for key in ("model", "messages", "prompt") if key in body}
+    theirs = await _tokenize(engine, form)
+    if theirs is None:
+        return unless_equal or "it counts other prompt tokens than the router (and has no /tokenize to compare with)"
+    ours = [int.from_bytes(prompt.token_ids[i : i + 4], "little") for i in range(0, len(prompt.token_ids), 4)]
+    if theirs == ours:
+        return unless_equal or "it counts other prompt tokens than its own /tokenize gives"
+    at = next((i for i, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other), len(ours))
+    text = body["prompt"] if path == COMPLETIONS else body["messages"][0]["content"]
+    plain = await _tokenize(engine, {"model": body["model"], "prompt": text, "add_special_tokens": False})
+    which = "template" if plain == encoder.encode_text(text) else "tokenizer"
+    return f"{which}: {len(ours)} tokens here, {len(theirs)} there, the first difference is at token {at}"
+
+
+async def _tokenize(engine: Engine, form: dict[str, Any]) -> list[int] | None:
+    status, answer = await _ask(engine, "/tokenize", form)
+    tokens = answer.get("tokens")
+    return tokens if status == 200 and isinstance(tokens, list) else None
+
+
+async def _repeat_problem(engine: Engine, path: str, body: dict[str, Any], prompt: Prompt) -> str:
+    status, answer = await _ask(engine, path, body)
+    if status != 200:
+        return f"the engine refused the repeated canary: {status}"
+    details = _usage(answer).get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    if cached is None:
+        return "it does not report cached tokens: start it with --enable-prompt-tokens-details"
+    expected = reusable_blocks(prompt.num_tokens, engine.block_size) * engine.block_size
+    if cached != expected:
+        hint = "; is prefix caching on?" if cached == 0 else ""
+        return f"a repeated prompt of {prompt.num_tokens} tokens had {cached} cached, not {expected}{hint}"
+    return ""
