@@ -22,6 +22,8 @@ _TEXT_FIELD = {
     "refusal": "refusal",
     "thinking": "thinking",
 }
+# Claude Code's first system line. It differs from request to request, so the engine drops it.
+_VOLATILE_LINE = "x-anthropic-billing-header"
 _MEDIA = ("image", "audio", "video", "input_image", "input_audio", "file")
 
 
@@ -37,10 +39,30 @@ def conversation(messages: Any, content_format: ContentFormat) -> list[dict[str,
     return [_message(m, content_format) for m in messages]
 
 
+def as_system_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For templates that know no developer role: its messages become one system message, with all that were one."""
+    renamed = [
+        {key: value for key, value in message.items() if key != "tools"} | {"role": "system"}
+        if message["role"] == "developer"
+        else message
+        for message in messages
+    ]
+    system = [message for message in renamed if message["role"] == "system"]
+    if len(system) == 1 and renamed[0] is system[0]:
+        return renamed
+    texts = [text for message in system if (text := _text(message["content"]))]
+    others = [message for message in renamed if message["role"] != "system"]
+    return [{"role": "system", "content": "\n\n".join(texts)}, *others]
+
+
+def _text(content: str | list[dict[str, str]]) -> str:
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content if "text" in part)
+
+
 def _message(message: Any, content_format: ContentFormat) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
         raise malformed("every message must be an object with a role")
-    out: dict[str, Any] = {"role": role, "content": _content(message.get("content"), role, content_format)}
+    out: dict[str, Any] = {"role": role, "content": _content(_steady(message, role), role, content_format)}
     if role == "assistant":
         if calls := message.get("tool_calls"):
             out["tool_calls"] = _tool_calls(calls)
@@ -55,13 +77,36 @@ def _message(message: Any, content_format: ContentFormat) -> dict[str, Any]:
     return out
 
 
+def _steady(message: Mapping[str, Any], role: str) -> Any:
+    """The content without the line that changes with each request."""
+    content = message.get("content")
+    if role != "system":
+        return content
+    if isinstance(content, str):
+        return _after_volatile_line(content) or ""
+    if not isinstance(content, list):
+        return content
+    kept = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
+        rest = _after_volatile_line(text) if isinstance(text, str) else text
+        if rest == text:
+            kept.append(part)
+        elif rest is not None:
+            kept.append(rest if isinstance(part, str) else {**part, "text": rest})
+    return kept
+
+
+def _after_volatile_line(text: str) -> str | None:
+    """None where nothing is left."""
+    return text if not text.startswith(_VOLATILE_LINE) else text.partition("\n")[2] or None
+
+
 def _add_reasoning(out: dict[str, Any], message: Mapping[str, Any]) -> None:
     reasoning = message.get("reasoning")
     if reasoning is None:
         reasoning = message.get("reasoning_content")
-    # A null content (unlike an absent one) fits only OpenAI's own message type, which has no reasoning: vLLM drops it.
-    null_content = "content" in message and message["content"] is None
-    if isinstance(reasoning, str) and not null_content:
+    if isinstance(reasoning, str):
         out.update(reasoning=reasoning, reasoning_content=reasoning, thinking=reasoning)
 
 

@@ -74,13 +74,17 @@ class RenderOptions:
 
 
 class ChatTemplate:
-    """One compiled template. `content_format` tells how it wants message contents."""
+    """One compiled template.
+
+    `content_format` tells how it wants message contents, `knows_developers` whether it has a role of that name.
+    """
 
     def __init__(self, source: str) -> None:
         """Raises jinja2's `TemplateError` when the source is no template."""
         self.source = source
         self._template = _environment.from_string(source)
         self.content_format: ContentFormat = content_format(source)
+        self.knows_developers = '"developer"' in source or "'developer'" in source
 
     def render(
         self, messages: list[dict[str, Any]], variables: Mapping[str, Any], *, continue_final_message: bool = False

@@ -10,8 +10,9 @@ xxh3 is no cryptographic hash: a forged collision may misroute a request, never 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
+from typing import overload
 
 from xxhash import xxh3_128_digest
 
@@ -55,6 +56,45 @@ def chain(
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
     """Token ids as little-endian uint32 bytes. Raises `struct.error` outside 0..2**32-1."""
     return struct.pack(f"<{len(token_ids)}I", *token_ids)
+
+
+class HashChain(Sequence[BlockHash]):
+    """Block hashes in one piece of memory, as look-ups send them: 8,192 of them are 128 KiB and one object."""
+
+    __slots__ = ("raw",)
+
+    def __init__(self, raw: bytes) -> None:
+        self.raw = raw
+
+    def __len__(self) -> int:
+        return len(self.raw) // HASH_BYTES
+
+    @overload
+    def __getitem__(self, at: int) -> BlockHash: ...
+    @overload
+    def __getitem__(self, at: slice) -> HashChain: ...
+    def __getitem__(self, at: int | slice) -> BlockHash | HashChain:
+        if isinstance(at, slice):
+            start, stop, step = at.indices(len(self))
+            if step != 1:
+                raise ValueError("a chain has no steps")
+            return HashChain(self.raw[start * HASH_BYTES : max(start, stop) * HASH_BYTES])
+        index = at + len(self) if at < 0 else at
+        if not 0 <= index < len(self):
+            raise IndexError(at)
+        return BlockHash(self.raw[index * HASH_BYTES : (index + 1) * HASH_BYTES])
+
+    def __iter__(self) -> Iterator[BlockHash]:
+        return (BlockHash(one) for (one,) in struct.iter_unpack(f"{HASH_BYTES}s", self.raw))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HashChain) and self.raw == other.raw
+
+    def __hash__(self) -> int:
+        return hash(self.raw)
+
+    def __repr__(self) -> str:
+        return f"HashChain({len(self)} blocks)"
 
 
 def reusable_blocks(num_tokens: int, block_size: int) -> int:

@@ -13,17 +13,21 @@ from typing import Any
 
 import msgspec
 
-from router.chat_messages import conversation, malformed, tool_dicts
+from router.chat_messages import as_system_messages, conversation, malformed, tool_dicts
 from router.chat_template import ChatTemplate, RenderOptions, compile_template
 from router.errors import InvalidRequest, UnknownPrompt
-from router.hashing import pack_token_ids, root_hash
+from router.hashing import HashChain, chain, pack_token_ids, root_hash
+from router.memo import PrefixMemo
 from router.model_files import ModelFiles, load_model_files
-from router.types import Prompt
+from router.tokenizing import TextEncoder
+from router.types import BlockHash, HashedPrompt, Prompt
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 TOKENIZE_PATH = "/tokenize"
 
+_SLOW_BYTES = 16_384
+_FAST_BYTES = 131_072
 _MAX_TOKEN_ID = 2**32 - 1
 _BOM = b"\xef\xbb\xbf"
 # Arguments of transformers' apply_chat_template: as template variables they'd mean something else to the engine.
@@ -52,37 +56,68 @@ class PromptEncoder:
     """One model's prompts. Stateless after loading: safe to share between threads."""
 
     def __init__(
-        self, model: str, files: ModelFiles, adapters: Sequence[str] = (), options: RenderOptions | None = None
+        self,
+        model: str,
+        files: ModelFiles,
+        adapters: Sequence[str] = (),
+        options: RenderOptions | None = None,
+        *,
+        fast: bool = False,
     ) -> None:
         self.model = model
         self._files = files
         self._tokenizer = files.tokenizer
+        self._text = TextEncoder(files.tokenizer, fast=fast)
+        self._memo = PrefixMemo(self._text.packed, self._text.cuts) if self._text.cuts else None
+        self._adds_special = bool(self._tokenizer.encode("", add_special_tokens=True).ids)
         self._adapters = frozenset(adapters)
         self._options = options or RenderOptions()
 
     @classmethod
     def load(
-        cls, model: str, tokenizer: str = "", adapters: Sequence[str] = (), *, options: RenderOptions | None = None
+        cls,
+        model: str,
+        tokenizer: str = "",
+        adapters: Sequence[str] = (),
+        *,
+        options: RenderOptions | None = None,
+        fast: bool = False,
     ) -> PromptEncoder:
         """`model` is the base model's served name; `tokenizer`, or `model` when empty, says where the files are.
 
         That is a folder, "builtin" (Qwen3's files, no network), or a Hugging Face id. Raises `ModelNotFound`.
+        `fast`: look for a faster tokenizer in the background (see `router.tokenizing`).
         """
-        return cls(model, load_model_files(tokenizer or model), adapters, options)
+        return cls(model, load_model_files(tokenizer or model), adapters, options, fast=fast)
+
+    @property
+    def off_loop_bytes(self) -> int:
+        """Bodies above this size take longer than an event loop should be held up for, unless they are remembered."""
+        return _SLOW_BYTES if self._text.backend == "tokenizers" else _FAST_BYTES
+
+    def hashed(self, path: str, body: Mapping[str, Any], block_size: int) -> HashedPrompt:
+        """Like `prompt`, with block hashes in place of ids. What an earlier prompt had in common is not done again."""
+        memo = self._memo
+        if memo is None or path != CHAT_PATH or _given_ids(body) or not self._whole_text(body):
+            prompt = self.prompt(path, body)
+            hashes = HashChain(b"".join(chain(prompt.root, prompt.token_ids, block_size)))
+            return HashedPrompt(prompt.num_tokens, hashes, prompt.reusable)
+        try:
+            tokens, hashes = memo.chain(self._root(body), self._chat_text(body), block_size)
+        except (UnicodeError, TypeError, ValueError) as e:
+            raise malformed(f"text can't be tokenised: {type(e).__name__}") from e
+        return HashedPrompt(tokens, hashes, _is_reusable(path, body))
 
     def prompt(self, path: str, body: Mapping[str, Any]) -> Prompt:
         """What the engine will cache for a body with one prompt. `path` is the URL path without its query.
 
         Raises `UnknownPrompt`: "path", "batch", "model", "multimodal", "prompt_embeds", "template" or "malformed".
         """
-        lora = self._adapter(body)
-        salt = body.get("cache_salt")
-        if salt is not None and not (isinstance(salt, str) and salt):
-            raise malformed("cache_salt must be a string that isn't empty")
+        root = self._root(body)
         if path == COMPLETIONS_PATH and _is_batch(body.get("prompt")):
             raise UnknownPrompt("batch")
         (ids,) = self.token_ids(path, body)
-        return Prompt(pack_token_ids(ids), root_hash(self.model, lora, salt), reusable=_is_reusable(path, body))
+        return Prompt(pack_token_ids(ids), root, reusable=_is_reusable(path, body))
 
     def token_ids(self, path: str, body: Mapping[str, Any]) -> list[list[int]]:
         """Token ids of every prompt in the body, in its order. Raises `UnknownPrompt` as `prompt()` does."""
@@ -108,6 +143,17 @@ class PromptEncoder:
         """Text of the ids, special tokens included."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
+    def _root(self, body: Mapping[str, Any]) -> BlockHash:
+        lora = self._adapter(body)
+        salt = body.get("cache_salt")
+        if salt is not None and not (isinstance(salt, str) and salt):
+            raise malformed("cache_salt must be a string that isn't empty")
+        return root_hash(self.model, lora, salt)
+
+    def _whole_text(self, body: Mapping[str, Any]) -> bool:
+        """Are the ids those of the rendered text, with nothing added or cut off?"""
+        return _truncation(body) is None and not (_flag(body, "add_special_tokens", False) and self._adds_special)
+
     def _adapter(self, body: Mapping[str, Any]) -> str | None:
         name = body.get("model")
         if name is None or name == self.model:
@@ -132,6 +178,8 @@ class PromptEncoder:
         template = self._template(body, tools=variables["tools"] is not None)
         wanted = self._options.content_format
         messages = conversation(body.get("messages"), template.content_format if wanted == "auto" else wanted)
+        if not template.knows_developers and any(message["role"] == "developer" for message in messages):
+            messages = as_system_messages(messages)
         return template.render(messages, variables, continue_final_message=_flag(body, "continue_final_message", False))
 
     def _variables(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,7 +248,8 @@ class PromptEncoder:
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """The one place where text becomes ids."""
         try:
-            # The batch call frees the interpreter for other threads, and skips the offsets that nobody reads here.
+            if not (add_special_tokens and self._adds_special):
+                return self._text.ids(text)
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except (UnicodeError, TypeError, ValueError) as e:
             raise malformed(f"text can't be tokenised: {type(e).__name__}") from e

@@ -20,15 +20,13 @@ from typing import Any, Protocol
 
 from router.config import RouterConfig
 from router.errors import Fenced, OwnershipUnavailable, UnknownPrompt
-from router.hashing import chain, reusable_blocks
+from router.hashing import reusable_blocks
 from router.load import Bookings, Reservation
 from router.ownership import Lease, Match, OwnershipMap, RouterRecord, Snapshot
 from router.policies import Policy, Request, load_policy
 from router.trust import DOUBT, TrustBook
-from router.types import BlockHash, Decision, Load, Prompt, ReplicaId, ReplicaView, Slot
+from router.types import BlockHash, Decision, HashedPrompt, Load, ReplicaId, ReplicaView, Slot
 
-_OFF_LOOP_BYTES = 16_384
-"""Bodies above this are rendered and tokenised in a thread: about 4,000 tokens, some 25 ms."""
 _RETRY_S = 0.5
 """How long after a failed look-up the map is left alone: a dead Redis must not cost every request the time-out."""
 _BYTES_A_TOKEN = 4
@@ -41,7 +39,11 @@ logger = logging.getLogger("whohas.router")
 class PromptSource(Protocol):
     """Where token ids come from; `router.prompt.PromptEncoder` is one."""
 
-    def prompt(self, path: str, body: Mapping[str, Any]) -> Prompt: ...
+    @property
+    def off_loop_bytes(self) -> int:
+        """Bodies above this size are worked on in a thread."""
+
+    def hashed(self, path: str, body: Mapping[str, Any], block_size: int) -> HashedPrompt: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,21 +131,18 @@ class Router:
 
     async def look_up(self, path: str, body: Mapping[str, Any], size: int) -> Asked:
         """What is known of this request. `size`: bytes of the body. Raises `InvalidRequest`, nothing else."""
+        block_size = _block_size(self._fleet) or _block_size(await self._ask(()))
+        work = (path, body, block_size or 1)
         try:
-            if size > _OFF_LOOP_BYTES:
-                prompt = await asyncio.to_thread(self._prompts.prompt, path, body)
+            if size > self._prompts.off_loop_bytes:
+                prompt = await asyncio.to_thread(self._prompts.hashed, *work)
             else:
-                prompt = self._prompts.prompt(path, body)
+                prompt = self._prompts.hashed(*work)
         except UnknownPrompt as error:
             self.counters[f"unknown_prompt.{error.reason}"] += 1
             snapshot = await self._ask(())
             return Asked(size // _BYTES_A_TOKEN, snapshot=snapshot, note=f"no token ids: {error}")
-        return await self.look_up_prompt(prompt)
-
-    async def look_up_prompt(self, prompt: Prompt) -> Asked:
-        """Like `look_up`, from token ids."""
-        block_size = _block_size(self._fleet) or _block_size(await self._ask(()))
-        hashes = chain(prompt.root, prompt.token_ids, block_size) if block_size else []
+        hashes = prompt.hashes if block_size else ()
         reusable = reusable_blocks(prompt.num_tokens, block_size) if block_size and prompt.reusable else 0
         snapshot = await self._ask(hashes[:reusable])
         note = self.degraded or ("" if prompt.reusable else "the engine recomputes this prompt")

@@ -35,6 +35,15 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class HashedPrompt:
+    """A prompt as the router needs it. `hashes`: its full blocks, in order; see `Prompt` for `reusable`."""
+
+    num_tokens: int
+    hashes: Sequence[BlockHash]
+    reusable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """What one router has booked on one replica, or the sum over routers.
 

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -86,7 +87,8 @@ class Ingress:
             await self._map.connect()
         except OwnershipUnavailable as error:
             logger.warning("starting without the ownership map: %s", error)
-        encoder = await asyncio.to_thread(PromptEncoder.load, config.model, config.tokenizer, config.adapters)
+        load = partial(PromptEncoder.load, config.model, config.tokenizer, config.adapters, fast=True)
+        encoder = await asyncio.to_thread(load)
         self.router = Router(f"router-{self._name}", encoder, self._map, config.router, time.monotonic)
         await self.router.start()
         self._upstream = Upstream(config.ingress.connect_timeout_s)

@@ -17,6 +17,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
 
 from router.errors import Fenced, OwnershipUnavailable
+from router.hashing import HashChain
 from router.ownership import Kind, Lease, Match, Record, ReplicaRecord, RouterRecord, Snapshot, Write
 from router.types import BlockHash, Slot
 
@@ -102,7 +103,8 @@ class RedisOwnershipMap:
         await self._call("turn_journal", lease.member, lease.epoch, int(done))
 
     async def look_up(self, hashes: Sequence[BlockHash]) -> Snapshot:
-        now, members, changes = await self._call("look_up", b"".join(hashes), timeout_s=self._look_up_timeout_s)
+        raw = hashes.raw if isinstance(hashes, HashChain) else b"".join(hashes)
+        now, members, changes = await self._call("look_up", raw, timeout_s=self._look_up_timeout_s)
         return _snapshot(float(now), members, changes)
 
     async def members(self) -> list[Member]:

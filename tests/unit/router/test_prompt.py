@@ -126,11 +126,31 @@ def test_reasoning_of_earlier_turns_reaches_the_template_under_either_name(
     for key in ("reasoning", "reasoning_content"):
         sent = [USER, {"role": "assistant", "content": "", key: "hm", "tool_calls": [CALL]}, tail]
         assert chat_ids(encoder, messages=sent) == reference(seen)
-    # Beside a null content vLLM's request model loses it.
-    sent = [USER, {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": [CALL]}, tail]
-    assert chat_ids(encoder, messages=sent) == reference(
-        [USER, {"role": "assistant", "content": "", "tool_calls": [PARSED_CALL]}, tail]
+        sent = [USER, {"role": "assistant", "content": None, key: "hm", "tool_calls": [CALL]}, tail]
+        assert chat_ids(encoder, messages=sent) == reference(seen)
+
+
+def test_developers_are_part_of_the_one_system_message_where_a_template_knows_none(
+    encoder: PromptEncoder, reference: Reference
+) -> None:
+    developer = {"role": "developer", "content": [{"type": "text", "text": "Be brief."}], "tools": []}
+    merged = {"role": "system", "content": f"{SYSTEM['content']}\n\nBe brief."}
+    assert chat_ids(encoder, messages=[SYSTEM, USER, developer]) == reference([merged, USER])
+    assert chat_ids(encoder, messages=[developer, USER]) == reference(
+        [{"role": "system", "content": "Be brief."}, USER]
     )
+    template = "{% for m in messages %}{{ m.role }}{% if m.role == 'developer' %}!{% endif %}{% endfor %}"
+    known = PromptEncoder.load("m", "builtin", options=RenderOptions(chat_template=template))
+    assert known.decode(chat_ids(known, messages=[developer, USER])) == "developer!user"
+
+
+def test_a_system_prompts_billing_line_is_left_out(encoder: PromptEncoder) -> None:
+    billing = "x-anthropic-billing-header: cch=0a1b"
+    clean = chat_ids(encoder, messages=[SYSTEM, USER])
+    sent: list[Any] = [f"{billing}\n{SYSTEM['content']}", [billing, {"type": "text", "text": SYSTEM["content"]}]]
+    for content in sent:
+        assert chat_ids(encoder, messages=[{"role": "system", "content": content}, USER]) == clean
+    assert encoder.decode(chat_ids(encoder, messages=[{"role": "user", "content": billing}])).count(billing) == 1
 
 
 def test_parts_render_as_the_string_they_stand_for(encoder: PromptEncoder, reference: Reference) -> None:

@@ -15,7 +15,7 @@ from router.hashing import chain, pack_token_ids, root_hash
 from router.ownership import Lease, ReplicaRecord, Snapshot, Write
 from router.ownership.memory import MemoryOwnershipMap
 from router.router import Router
-from router.types import BlockHash, Load, Prompt, ReplicaId
+from router.types import BlockHash, HashedPrompt, Load, ReplicaId
 
 ROOT = root_hash("m")
 REPLICAS = [ReplicaId(name) for name in "abcd"]
@@ -24,12 +24,15 @@ REPLICAS = [ReplicaId(name) for name in "abcd"]
 class Ids:
     """Bodies carry their token ids."""
 
-    def prompt(self, path: str, body: Mapping[str, Any]) -> Prompt:
+    off_loop_bytes = 1000
+
+    def hashed(self, path: str, body: Mapping[str, Any], block_size: int) -> HashedPrompt:
         if "ids" not in body:
             raise UnknownPrompt("media")
         if body["ids"] is None:
             raise InvalidRequest("no ids")
-        return Prompt(pack_token_ids(body["ids"]), ROOT, reusable=not body.get("echo"))
+        hashes = chain(ROOT, pack_token_ids(body["ids"]), block_size)
+        return HashedPrompt(len(body["ids"]), hashes, reusable=not body.get("echo"))
 
 
 class Clock:

@@ -1,0 +1,147 @@
+"""Prefix memo: from a rendered prompt to its block hashes in time proportional to what is new in it.
+
+A text is cut before special tokens into pieces (see `router.cuts`). Each prefix of pieces has a key, chained like block
+hashes; the deepest key that is known leads to a node with the state of the hash chain there:
+
+    piece 1 ------ piece 2 ------ piece 3 ------ piece 4 (new)
+     node <-parent- node <-parent- node           tokenise, hash the full blocks, add a node
+
+Nodes form a tree: what chats share is kept once. The least recently used keys are dropped beyond `max_bytes`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from threading import Lock
+
+from xxhash import xxh3_128_digest
+
+from router.hashing import HASH_BYTES, TOKEN_BYTES, HashChain, chain
+from router.types import BlockHash
+
+_MIN_PIECE = 64
+"""Characters below which a piece goes on past a cut: pieces of a few characters would cost more than they save."""
+_NODE_BYTES = 400
+"""What a node costs beside its hashes: key, dictionary entry and object."""
+
+
+class _Node:
+    """State after a prefix. `hashes`: of the blocks that became full within this piece; `tail`: ids of the unfinished
+    block, as bytes."""
+
+    __slots__ = ("blocks", "hashes", "parent", "tail", "tokens")
+
+    def __init__(self, parent: _Node | None, hashes: bytes, tail: bytes, tokens: int) -> None:
+        self.parent = parent
+        self.hashes = hashes
+        self.tail = tail
+        self.tokens = tokens
+        self.blocks: int = (parent.blocks if parent else 0) + len(hashes) // HASH_BYTES
+
+    def last_hash(self) -> bytes:
+        node: _Node | None = self
+        while node is not None:
+            if node.hashes:
+                return node.hashes[-HASH_BYTES:]
+            node = node.parent
+        return b""
+
+    def chain(self) -> HashChain:
+        parts = []
+        node: _Node | None = self
+        while node is not None:
+            parts.append(node.hashes)
+            node = node.parent
+        return HashChain(b"".join(reversed(parts)))
+
+
+class PrefixMemo:
+    """`encode` gives a piece's ids as little-endian uint32 bytes. Safe to use from several threads."""
+
+    def __init__(self, encode: Callable[[str], bytes], cuts: Sequence[str], max_bytes: int = 64 * 2**20) -> None:
+        self._encode = encode
+        self._cut = re.compile("|".join(re.escape(cut) for cut in sorted(cuts, key=len, reverse=True)))
+        self._max_bytes = max_bytes
+        self._nodes: OrderedDict[bytes, _Node] = OrderedDict()
+        self._lock = Lock()
+        self.bytes = 0
+        self.hits = 0  # pieces found
+        self.misses = 0  # pieces tokenised
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def chain(self, root: BlockHash, text: str, block_size: int) -> tuple[int, HashChain]:
+        """Number of tokens and the hashes of the full blocks of `text` under `root`."""
+        pieces = self.split(text)
+        key = xxh3_128_digest(root + block_size.to_bytes(4, "little"))
+        keys = [key := xxh3_128_digest(key + xxh3_128_digest(_bytes(piece))) for piece in pieces]
+        known, node = self._deepest(keys)
+        self.hits += known
+        self.misses += len(pieces) - known
+        for key, piece in zip(keys[known:], pieces[known:], strict=True):
+            node = self._extend(node, root, piece, block_size)
+            self._keep(key, node)
+        self._touch(keys)
+        return (node.tokens, node.chain()) if node is not None else (0, HashChain(b""))
+
+    def split(self, text: str) -> list[str]:
+        """Cut before special tokens, but not into pieces below `_MIN_PIECE` characters. A longer text that begins with
+        this one has the same pieces, up to the last one."""
+        pieces, start = [], 0
+        for match in self._cut.finditer(text):
+            if match.start() - start >= _MIN_PIECE:
+                pieces.append(text[start : match.start()])
+                start = match.start()
+        if start < len(text):
+            pieces.append(text[start:])
+        return pieces
+
+    def ids(self, text: str) -> bytes:
+        """The ids of `text`, piece by piece and without any memory: what `chain` hashes."""
+        return b"".join(self._encode(piece) for piece in self.split(text))
+
+    def _deepest(self, keys: Sequence[bytes]) -> tuple[int, _Node | None]:
+        with self._lock:
+            for known in range(len(keys), 0, -1):
+                node = self._nodes.get(keys[known - 1])
+                if node is not None:
+                    return known, node
+        return 0, None
+
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        """Longer prefixes first: so a node is dropped before what it hangs on, and no dropped node is kept alive."""
+        with self._lock:
+            for key in reversed(keys):
+                if key in self._nodes:
+                    self._nodes.move_to_end(key)
+            while self.bytes > self._max_bytes and self._nodes:
+                _, dropped = self._nodes.popitem(last=False)
+                self.bytes -= _size(dropped)
+
+    def _extend(self, node: _Node | None, root: BlockHash, piece: str, block_size: int) -> _Node:
+        ids = self._encode(piece)
+        data = node.tail + ids if node is not None else ids
+        parent = BlockHash((node.last_hash() if node is not None else b"") or root)
+        hashes = b"".join(chain(parent, data, block_size))
+        width = block_size * TOKEN_BYTES
+        tokens = (node.tokens if node is not None else 0) + len(ids) // TOKEN_BYTES
+        return _Node(node, hashes, data[len(data) // width * width :], tokens)
+
+    def _keep(self, key: bytes, node: _Node) -> None:
+        with self._lock:
+            if key in self._nodes:
+                return
+            self._nodes[key] = node
+            self.bytes += _size(node)
+
+
+def _size(node: _Node) -> int:
+    return _NODE_BYTES + len(node.hashes) + len(node.tail)
+
+
+def _bytes(piece: str) -> bytes:
+    """For keys only. Lone surrogates stay apart from everything else; the tokenizer is the one to refuse them."""
+    return piece.encode("utf-8", "surrogatepass")
