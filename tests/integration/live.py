@@ -86,7 +86,10 @@ def free_port() -> int:
 def config_file(folder: Path, **args: Any) -> Path:
     """A Serve config with quick emulated engines; `args` go over it."""
     engine = {"kind": "emulated", "num_blocks": 4000, "speed": 10.0, "event_delay_s": 0.5}
-    settings = {"model": MODEL, "tokenizer": "builtin", "engine": engine, "replicas": 4, "drain_s": 5.0, **args}
+    # These tests ask what is decided, on machines of any speed: no look-up may be cut short.
+    router = {"look_up_timeout_s": 2.0}
+    settings = {"model": MODEL, "tokenizer": "builtin", "engine": engine, "router": router, "replicas": 4}
+    settings |= {"drain_s": 5.0, **args}
     application = {"name": "whohas", "route_prefix": "/", "import_path": "serve.app:build", "args": settings}
     path = folder / "app.yaml"
     path.write_text(yaml.safe_dump({"applications": [application]}))

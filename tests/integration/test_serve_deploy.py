@@ -69,6 +69,7 @@ class Cluster:
         config["http_options"]["port"] = self.http
         args = config["applications"][0]["args"]
         args["redis"], args["engine"]["speed"], args["drain_s"] = self.redis, 5.0, 20
+        args["router"] = {"look_up_timeout_s": 2.0}  # no look-up may be cut short on a slow machine
         args["autoscaling"] |= {"target_ongoing_requests": 2, "upscale_delay_s": 1, "downscale_delay_s": 2}
         args["autoscaling"] |= {"metrics_interval_s": 0.5, "look_back_period_s": 1}
         path = self._folder / "laptop.yaml"
