@@ -89,7 +89,8 @@ class Upstream:
                     if not sent:
                         await send(start)
                         sent = True
-                        on_first_chunk()
+                        if response.status < 400:  # an error means that nothing was computed
+                            on_first_chunk()
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                     tail = chunk if len(chunk) >= _TAIL_BYTES else (tail + chunk)[-_TAIL_BYTES:]
                 if not sent:
