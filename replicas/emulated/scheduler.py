@@ -73,6 +73,7 @@ class SchedulerConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     policy: Literal["fcfs", "priority"] = "fcfs"
+    enable_prefix_caching: bool = True
 
 
 @dataclass(slots=True)
@@ -187,7 +188,8 @@ class Scheduler:
             request = self.waiting[0]
             if request.arrival > now:
                 break
-            hits = self.pool.find_cached(request.chain) if request.reuse_cache else []
+            reuse = request.reuse_cache and self.config.enable_prefix_caching
+            hits = self.pool.find_cached(request.chain) if reuse else []
             if request.report_hits:
                 self.pool.report(request.chain, 0, len(hits), session_id=request.session_id)
             # The whole known sequence has to fit, not just its first chunk: otherwise admissions preempt each other.
@@ -208,7 +210,7 @@ class Scheduler:
         self.running.append(request)
         if request.cached_tokens is None:
             request.cached_tokens = request.num_computed
-            if request.reuse_cache:
+            if request.reuse_cache and self.config.enable_prefix_caching:
                 self.stats.prefix_cache_queries += request.num_prompt
                 self.stats.prefix_cache_hits += request.cached_tokens
 
@@ -216,7 +218,7 @@ class Scheduler:
         """Puts the request's next `count` tokens into the step, with the blocks that they need."""
         end = request.num_computed + count
         request.blocks += self.pool.allocate(self.pool.blocks_for(end) - len(request.blocks))
-        full = end // self.pool.block_size
+        full = end // self.pool.block_size if self.config.enable_prefix_caching else 0
         self.pool.store(request.chain, request.blocks, request.num_stored, full, session_id=request.session_id)
         request.num_stored = full
         self._step.append((request, count))

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 
-from replicas.emulated.api import ServedModels
 from replicas.emulated.app import EngineApi
 from replicas.emulated.block_pool import BlockPool
 from replicas.emulated.config import ServerConfig
 from replicas.emulated.engine import Engine
+from replicas.emulated.models import ServedModels
 from replicas.emulated.publisher import EventPublisher
 from replicas.emulated.scheduler import Scheduler
 from replicas.emulated.step_time import load_profile
@@ -31,7 +31,7 @@ async def serve(config: ServerConfig) -> None:
     Raises OSError or zmq.ZMQError for an address that is taken, router.errors.ModelNotFound, and ValueError for a
     tokenizer that text can't be emulated with.
     """
-    encoder = PromptEncoder.load(config.model, config.tokenizer, config.lora_modules)
+    encoder = PromptEncoder.load(config.model, config.tokenizer, config.adapters)
     publisher: EventPublisher | None = None
     if config.kv_events_endpoint is not None:
         publisher = EventPublisher(
@@ -45,9 +45,11 @@ async def serve(config: ServerConfig) -> None:
         api = EngineApi(
             engine,
             encoder,
-            ServedModels(config.model, config.lora_modules),
+            ServedModels(config.model, config.lora_modules, max_model_len=config.max_model_len),
             max_model_len=config.max_model_len,
             hash_seed=int.from_bytes(os.urandom(8), "big") if config.hash_seed is None else config.hash_seed,
+            faults=config.faults,
+            allow_faults=config.allow_faults,
         )
         with _listen(config.host, config.port) as listener:
             port = listener.getsockname()[1]

@@ -79,6 +79,10 @@ class EmulatedText:
         """Tokens after which an answer ends by itself."""
         return len(self._chat if chat else self._completion)
 
+    def alternatives(self, count: int) -> list[tuple[int, str]]:
+        """`count` tokens, ids and texts, that might have come instead of any other."""
+        return self._words[:count]
+
     def answer(self, seed: int, *, chat: bool) -> Answer:
         return Answer(self._chat if chat else self._completion, self._words, seed)
 

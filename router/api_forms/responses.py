@@ -112,9 +112,11 @@ def _responses_tools(body: Mapping[str, Any]) -> Body:
         if kind == "function":
             function = {key: value for key, value in tool.items() if key != "type"}
             tools.append({"type": "function", "function": function})
-    if not tools:
-        return {}
     choice = body.get("tool_choice")
+    if not tools:
+        if choice == "required" or (isinstance(choice, dict) and choice.get("type") == "function"):
+            raise malformed("tool_choice asks for a function, but there is none among the tools")
+        return {}
     if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
         choice = {"type": "function", "function": {"name": choice["name"]}}
     return {"tools": tools} | ({} if choice is None else {"tool_choice": choice})

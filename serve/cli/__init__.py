@@ -6,6 +6,8 @@ import sys
 
 import click
 
+from serve.cli.bench import bench
+from serve.cli.doctor import doctor
 from serve.cli.explain import explain
 from serve.cli.map import map_command
 from serve.cli.up import up
@@ -20,6 +22,8 @@ def cli() -> None:
 cli.add_command(up)
 cli.add_command(explain)
 cli.add_command(map_command)
+cli.add_command(doctor)
+cli.add_command(bench)
 
 
 def main() -> None:

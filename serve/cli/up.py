@@ -35,6 +35,10 @@ APP = "whohas"
 @click.option("--port", type=click.IntRange(1, 65535), help="HTTP port.  [default: 8000]")
 @click.option("--redis", help="Redis URL; without it a Valkey of our own is started.")
 @click.option("--endpoints", help="Comma-separated base URLs of vLLM servers that run already.")
+@click.option("--block-size", type=click.IntRange(1), help="Tokens a KV block.  [default: the engine's own]")
+@click.option("--max-model-len", type=click.IntRange(1), help="Longest context, in tokens.  [default: the model's]")
+@click.option("--tensor-parallel-size", type=click.IntRange(1), help="Workers, and GPUs, a vllm engine.  [default: 1]")
+@click.option("--engine-arg", multiple=True, metavar="ARG", help="One word of the engine's command line; repeatable.")
 @click.option("--profile", help="Speed of emulated engines: a100x4-qwen72b, linear:TOKENS_PER_S, or a file.")
 def up(config: str | None, port: int | None, **options: Any) -> None:
     """Serve on this machine until Ctrl-C: embedded Valkey, Ray, and the application.
@@ -42,7 +46,7 @@ def up(config: str | None, port: int | None, **options: Any) -> None:
     CONFIG is a Serve config file (see examples/); options go over what it says, and its Redis is not used: a Valkey is
     started unless --redis names a server.
     """
-    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    _stop_when_told()
     progress = Progress()
     try:
         app, file_port = config_from_file(config, options) if config else (config_from_options(options), None)
@@ -57,6 +61,11 @@ def up(config: str | None, port: int | None, **options: Any) -> None:
     except KeyboardInterrupt:
         progress.end()
         click.echo("stopped", err=True)
+
+
+def _stop_when_told() -> None:
+    """SIGTERM ends it as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
 
 
 class Progress:
@@ -100,7 +109,7 @@ def _ray(app: AppConfig, progress: Progress) -> Iterator[None]:
 
     try:
         ray.init(
-            num_cpus=max(os.cpu_count() or 1, 4),
+            num_cpus=max((os.cpu_count() or 1) + 1, 4),  # engines may take all there are: one more for the rest
             object_store_memory=100 * 2**20,
             include_dashboard=False,
             log_to_driver=False,
@@ -108,6 +117,7 @@ def _ray(app: AppConfig, progress: Progress) -> Iterator[None]:
             _node_ip_address="127.0.0.1",
             _temp_dir=folder,
         )
+        _stop_when_told()  # Ray put a handler of its own there, which prints a stack and ends the process
         yield
     finally:
         with _uninterrupted():

@@ -55,9 +55,18 @@ class Target:
 
     async def model(self) -> str:
         """The name of the first model that the endpoint serves. Raises `Unreachable`."""
+        return str((await self._first_card())["id"])
+
+    async def max_model_len(self) -> int | None:
+        """The context length of that model, where the server tells it. Raises `Unreachable`."""
+        found = (await self._first_card()).get("max_model_len")
+        return found if isinstance(found, int) else None
+
+    async def _first_card(self) -> dict[str, Any]:
         try:
             async with asyncio.timeout(30.0), self._session.get(f"{self.url}/v1/models") as response:
-                return str((await response.json(content_type=None))["data"][0]["id"])
+                card = (await response.json(content_type=None))["data"][0]
+                return {**card, "id": card["id"]}
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             reason = str(error) or type(error).__name__
             raise Unreachable(f"nothing answers at {self.url} ({reason}); is the server running?") from error

@@ -15,7 +15,10 @@ _AHEAD_S = 1.0
 
 
 def poisson(calls: Iterable[Call], rate: float, seconds: float, seed: int = 0) -> Iterator[TimedCall]:
-    """Calls at `rate` a second on average, independent of each other, for `seconds`. Raises ValueError for rate <= 0."""
+    """Calls at `rate` a second on average, independent of each other, for `seconds`.
+
+    Raises ValueError for a rate that isn't above 0.
+    """
     if not rate > 0:
         raise ValueError(f"a rate is above 0 requests a second, not {rate}")
     draw, at = random.Random(seed), 0.0
@@ -71,6 +74,8 @@ async def sessions(target: Target, conversations: Iterable[Session], concurrency
     async def one(session: Session) -> None:
         await target.clock.sleep_until(session.at)
         for turn in session.turns:
+            if target.exhausted:
+                return
             await target.clock.sleep(turn.think_s)
             await target.call(turn.call)
 
@@ -90,4 +95,3 @@ async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
     async with asyncio.TaskGroup() as group:
         for one in work:
             group.create_task(one)
-

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,15 @@ def is_sessions(path: Path) -> bool:
     return first.get("kind") == "header" or "session" in first
 
 
-def bodies(path: Path, model: str) -> Iterator[TimedCall]:
+def has_times(path: Path) -> bool:
+    """Whether the file's requests say when they came."""
+    return "timestamp" in next(rows(path), {})
+
+
+def bodies(path: Path, model: str, *, stretch: float = 1.0) -> Iterator[TimedCall]:
     """One call a line, as it stands there but for model and streaming; due at its `timestamp` (seconds), or at once.
 
-    Times count from the first one. Raises `BadFile`.
+    Times count from the first one and are multiplied by `stretch`. Raises `BadFile`.
     """
     began: float | None = None
     for number, row in enumerate(rows(path), 1):
@@ -63,7 +69,7 @@ def bodies(path: Path, model: str) -> Iterator[TimedCall]:
         began = at if began is None else began
         sent = {key: value for key, value in body.items() if key != "timestamp"}
         url_path = CHAT_PATH if "messages" in sent else COMPLETIONS_PATH
-        yield TimedCall(at - began, Call(url_path, encode(streamed({**sent, "model": model}))))
+        yield TimedCall((at - began) * stretch, Call(url_path, encode(streamed({**sent, "model": model}))))
 
 
 def trace(
@@ -161,7 +167,7 @@ def timed_sessions(
     began = timing[0][0]["timestamp"] if timing else 0.0
     for chat in timing:
         lengths = [row["input_length"] for row in chat]
-        steps = [later - earlier for earlier, later in zip(lengths, lengths[1:], strict=False)]
+        steps = [later - earlier for earlier, later in pairwise(lengths)]
         fitting = [index for index, (turns, _) in enumerate(left) if len(turns) == len(chat)]
         if not fitting:
             continue
@@ -187,9 +193,7 @@ def chat_call(model: str, body: Mapping[str, Any]) -> Call:
     return Call(CHAT_PATH, encode(streamed({"model": model, **body, **exact})))
 
 
-def _turns(
-    conversation: Sequence[Mapping[str, Any]], chat: Sequence[Row], model: str, decode_s: float
-) -> list[Turn]:
+def _turns(conversation: Sequence[Mapping[str, Any]], chat: Sequence[Row], model: str, decode_s: float) -> list[Turn]:
     turns = []
     before: Row | None = None
     for body, row in zip(conversation, chat, strict=True):
@@ -203,7 +207,7 @@ def _turns(
 def _growth(conversation: Sequence[Mapping[str, Any]]) -> list[float]:
     """About how many tokens each prompt is longer than the one before."""
     sizes = [len(encode(body["messages"])) / _CHARACTERS_A_TOKEN for body in conversation]
-    return [later - earlier for earlier, later in zip(sizes, sizes[1:], strict=False)]
+    return [later - earlier for earlier, later in pairwise(sizes)]
 
 
 def _tokens(message: Mapping[str, Any]) -> int:

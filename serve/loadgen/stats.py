@@ -37,8 +37,9 @@ class Summary:
     """What a run came to. None where nothing tells it.
 
     `hit_rate`: cached over prompt tokens. `max_mean_requests`: answers of the busiest replica over the mean of all.
-    Rates are over `span_s`, from the first request to the last answer. `outside_engine_*_s`: what a client measured
-    beyond an emulated engine's own time to first token. `goodput`: share of requests that ended and met both goals.
+    Rates are over `span_s`, from the first request to the last answer. TTFT counts whatever began to be answered.
+    `engine_ttft_*_s`: what an emulated engine says its own time to first token was; `outside_engine_*_s`: what the
+    client saw beyond that. `goodput`: share of the requests that ended which met both goals.
     """
 
     requests: int
@@ -62,6 +63,9 @@ class Summary:
     replicas: dict[str, int]
     max_mean_requests: float | None
     predictions: Predictions | None
+    engine_ttft_p50_s: float | None
+    engine_ttft_p90_s: float | None
+    engine_ttft_p99_s: float | None
     outside_engine_p50_s: float | None
     outside_engine_p99_s: float | None
 
@@ -85,10 +89,12 @@ def summarize(
     answered = [one for one in counted if one.ok]
     ended = [one for one in counted if one.error != UNFINISHED]
     errors = Counter(one.error for one in ended if one.error is not None)
-    ttfts = [one.ttft_s for one in answered if one.ttft_s is not None]
+    begun = [one for one in counted if one.error in (None, UNFINISHED)]
+    ttfts = [one.ttft_s for one in begun if one.ttft_s is not None]
     gaps = np.concatenate([np.frombuffer(one.gaps_s) for one in answered]) if answered else np.empty(0)
     tpots = [one.tpot_s for one in answered if one.tpot_s is not None]
-    outside = [one.ttft_s - one.engine_ttft_s for one in answered if one.ttft_s and one.engine_ttft_s is not None]
+    nominal = [one.engine_ttft_s for one in begun if one.engine_ttft_s is not None]
+    outside = [one.ttft_s - one.engine_ttft_s for one in begun if one.ttft_s and one.engine_ttft_s is not None]
     by_replica = Counter(one.replica for one in answered if one.replica is not None)
     prompt_rate, output_rate = token_rates(outcomes, start, end)
     rates = None if prompt_rate is None or output_rate is None else prompt_rate + output_rate
@@ -114,6 +120,9 @@ def summarize(
         replicas=dict(sorted(by_replica.items())),
         max_mean_requests=max_over_mean(by_replica.values(), replicas),
         predictions=_predictions(answered),
+        engine_ttft_p50_s=quantile(nominal, 0.5),
+        engine_ttft_p90_s=quantile(nominal, 0.9),
+        engine_ttft_p99_s=quantile(nominal, 0.99),
         outside_engine_p50_s=quantile(outside, 0.5),
         outside_engine_p99_s=quantile(outside, 0.99),
     )

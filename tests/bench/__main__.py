@@ -10,10 +10,11 @@ import sys
 import time
 from pathlib import Path
 
-from tests.bench import cpu_profile, decision, overhead, ownership, start
+from tests.bench import cpu_profile, decision, emulated_lag, overhead, ownership, start, tau_sessions
 from tests.bench.report import Options, Table, load_average, machine
 
-_ALL = {one.name: one for one in (m.BENCHMARK for m in (start, overhead, decision, ownership, cpu_profile))}
+_MODULES = (start, overhead, decision, ownership, emulated_lag, tau_sessions, cpu_profile)
+_ALL = {one.name: one for one in (module.BENCHMARK for module in _MODULES)}
 
 
 def main() -> None:
@@ -29,7 +30,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    listing = "\n".join(f"  {one.name:<10} {one.what}" for one in _ALL.values())
+    listing = "\n".join(f"  {one.name:<12} {one.what}" for one in _ALL.values())
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench",
         description=f"{__doc__}\n\n{listing}",

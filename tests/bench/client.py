@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Self
 from urllib.parse import urlsplit
 
@@ -108,7 +109,7 @@ async def stream(url: str, body: bytes, chunks: int, gap_ms: float) -> Stream:
             writer.close()
     if content.count(CHUNK) != chunks:
         raise BadAnswer(f"{url}: {content.count(CHUNK)} chunks, not {chunks}")
-    return Stream(times[0], [later - earlier for earlier, later in zip(times, times[1:], strict=False)])
+    return Stream(times[0], [later - earlier for earlier, later in pairwise(times)])
 
 
 async def streams(url: str, bodies: Sequence[bytes], chunks: int, gap_ms: float) -> list[Stream]:

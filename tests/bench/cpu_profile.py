@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 
 from tests.bench import client, processes, prompts
+from tests.bench.overhead import LOADING_S
 from tests.bench.report import Benchmark, Options, Table, load_average
 from tests.bench.stack import Stack, instant_stack
 
@@ -37,6 +38,7 @@ class Profile:
 def run(options: Options) -> list[Table]:
     seconds = options.times(25, 8)
     with instant_stack(with_trivial=False) as stack:
+        time.sleep(LOADING_S)
         return [
             table
             for what, chunks, load in (
@@ -58,7 +60,8 @@ def _profile(stack: Stack, what: str, seconds: int, chunks: int, load: Load) -> 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "stacks"
         command = [str(Path(sys.executable).with_name("py-spy")), "record", "-p", str(pid), "-d", str(seconds)]
-        command += ["-r", str(_RATE), "-f", "raw", "-F", "-o", str(out)]
+        # Only threads that hold the interpreter lock: waiting ones would count as busy, as far as py-spy can tell.
+        command += ["-r", str(_RATE), "-f", "raw", "-F", "--gil", "-o", str(out)]
         # The CPU a request comes from a run without py-spy: it stops the process for every sample.
         before = processes.read_cpu([pid])
         answered = asyncio.run(load(stack.whohas, seconds / 2))
@@ -73,8 +76,8 @@ def _profile(stack: Stack, what: str, seconds: int, chunks: int, load: Load) -> 
             raise RuntimeError(f"py-spy failed: {errors[-2000:]}")
         profile = _aggregate(out.read_text().splitlines())
     notes = [
-        f"{profile.samples} samples in {seconds} s; the ingress took {cpu_ms:.2f} ms a request in a run without py-spy, "
-        f"its idle work included; ms = share of that; load before {before_load}"
+        f"{profile.samples} samples in {seconds} s; the ingress took {cpu_ms:.2f} ms a request in a run without py-spy "
+        f"(its idle work included); ms = share of that; load before {before_load}"
     ]
     unit = chunks or 1
     name = "ms/chunk" if chunks else "ms/request"

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from itertools import islice
 from typing import Any
+from unittest.mock import patch
 
-import router.router as router_module
+import router.memo as memo_module
 from router.config import RouterConfig
 from router.ownership import Lease, ReplicaRecord, Write
 from router.ownership.redis import RedisOwnershipMap
@@ -22,13 +26,28 @@ from tests.bench.report import Benchmark, Options, Table, load_average, quantile
 
 _BLOCK = 16
 _REPLICAS = 4
-_SIZES = {4: 3_000, 32: 25_500, 128: 102_500}
+_SIZES = {4: 3_750, 32: 30_200, 128: 121_000}
 """Thousands of tokens -> words of chat that make about as many."""
 _REPEATS = {4: 40, 32: 20, 128: 10}
+_TURNS = 5
+"""Turns of a chat before another one begins: it must not outgrow its size."""
 _TOTAL = "all steps"
-_STEPS = ("parse", "render", "tokenise", "prompt, the rest", "hash", "look-up, client", "rank", "reserve", "the rest")
+_STEPS = ("parse", "render", "tokenise", "hash", "cut, memo, the rest", "look-up, client", "rank", "reserve")
+_REST = "the rest"
 _TELL = "afterwards: telling the claims"
 _RELEASE = "afterwards: release"
+_TELLING_S = 0.1
+
+
+class Frame:
+    """One call that is being measured; `within` is what calls inside it took."""
+
+    def __init__(self) -> None:
+        self.began = time.process_time()
+        self.within = 0.0
+
+
+_open: ContextVar[Frame | None] = ContextVar("_open", default=None)  # follows tasks, and calls into threads
 
 
 class Steps:
@@ -36,45 +55,46 @@ class Steps:
 
     def __init__(self) -> None:
         self.times: defaultdict[str, list[float]] = defaultdict(list)
-        self._open: list[float] = []
         self._now: defaultdict[str, float] = defaultdict(float)
 
-    def wrap(self, step: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        parent, frame = _open.get(), Frame()
+        token = _open.set(frame)
+        try:
+            yield
+        finally:
+            _open.reset(token)
+            took = time.process_time() - frame.began
+            self._now[name] += took - frame.within
+            if parent is not None:
+                parent.within += took
+
+    def wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            began = self.begin()
-            try:
+            with self.step(name):
                 return call(*args, **kwargs)
-            finally:
-                self.end(step, began)
 
         return wrapped
 
-    def wrap_async(self, step: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_async(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
         async def wrapped(*args: Any, **kwargs: Any) -> Any:
-            began = self.begin()
-            try:
+            with self.step(name):
                 return await call(*args, **kwargs)
-            finally:
-                self.end(step, began)
 
         return wrapped
 
-    def begin(self) -> float:
-        self._open.append(0.0)
-        return time.process_time()
+    def end_round(self, tokens: int) -> None:
+        """Everything since the last call belongs to one decision, about so many tokens."""
+        total = sum(seconds for name, seconds in self._now.items() if name in (*_STEPS, _REST))
+        for name, seconds in (*self._now.items(), (_TOTAL, total)):
+            self.times[name].append(seconds * 1000)
+        self.times["tokens"].append(tokens)
+        self.forget()
 
-    def end(self, step: str, began: float) -> float:
-        took = time.process_time() - began
-        within = self._open.pop()
-        self._now[step] += took - within
-        if self._open:
-            self._open[-1] += took
-        return took
-
-    def close_round(self) -> None:
-        """Everything since the last call belongs to one decision."""
-        for step, took in self._now.items():
-            self.times[step].append(took * 1000)
+    def forget(self) -> None:
         self._now.clear()
 
 
@@ -85,13 +105,15 @@ def run(options: Options) -> list[Table]:
 async def _run(options: Options) -> list[Table]:
     columns: dict[str, Steps] = {}
     loads = [load_average()]
+    encoder = PromptEncoder.load(prompts.MODEL, "builtin", fast=True)
+    await _fast(encoder)
     for size, words in _SIZES.items():
-        repeats = options.times(_REPEATS[size], 4)
+        repeats = options.times(_REPEATS[size], 5)
         for name, measure in ((f"{size}K cold", _cold), (f"{size}K new turn", _turns)):
-            columns[name] = await measure(words, repeats)
+            columns[name] = await measure(encoder, words, repeats)
             loads.append(load_average())
     rows: list[list[str | float]] = []
-    for step in (*_STEPS, _TOTAL, _TELL, _RELEASE):
+    for step in (*_STEPS, _REST, _TOTAL, _TELL, _RELEASE):
         cells = [quantile(steps.times[step] or [0.0], 0.5) for steps in columns.values()]
         if any(cells):
             rows.append([step, *cells])
@@ -103,27 +125,28 @@ async def _run(options: Options) -> list[Table]:
             ["", *columns],
             rows,
             [
-                f"{', '.join(f'{options.times(n, 4)} x {size}K' for size, n in _REPEATS.items())}; {_REPLICAS} replicas, "
-                "one holds the chat; new turn: the same chat, an answer and a question of 125 words later",
-                f"load {' '.join(loads)}",
+                f"repeated {', '.join(f'{options.times(n, 5)} x {size}K' for size, n in _REPEATS.items())}",
+                f"{_REPLICAS} replicas, one holds the chat; new turn: an answer and a question of 125 words later",
+                f"tokenizer: fastokens; load {' '.join(loads)}",
             ],
         )
     ]
 
 
-async def _cold(words: int, repeats: int) -> Steps:
-    async with _bench() as bench:
+async def _cold(encoder: PromptEncoder, words: int, repeats: int) -> Steps:
+    async with _bench(encoder) as bench:
         for i in range(repeats + 1):
-            await bench.decide(prompts.chat(words, ("cold", i)), count=i > 0)
+            await bench.decide(prompts.chat(words, ("cold", words, i)), count=i > 0)
         return bench.steps
 
 
-async def _turns(words: int, repeats: int) -> Steps:
-    async with _bench() as bench:
-        conversation = prompts.turns(words, "known")
-        for i in range(repeats + 2):
-            asked = await bench.decide(next(conversation), count=i > 1)
-            await bench.own(asked)
+async def _turns(encoder: PromptEncoder, words: int, repeats: int) -> Steps:
+    async with _bench(encoder) as bench:
+        for i in range(-(-repeats // _TURNS)):
+            conversation = prompts.turns(words, ("known", words, i))
+            for turn, messages in enumerate(islice(conversation, _TURNS + 1)):
+                asked = await bench.decide(messages, count=turn > 0)
+                await bench.own(asked)
         return bench.steps
 
 
@@ -135,35 +158,32 @@ class _Bench:
     async def decide(self, messages: list[dict[str, Any]], *, count: bool) -> Asked:
         """One request from its body to the release; `count` False warms up."""
         raw, steps = prompts.body(messages), self.steps
-        began = steps.begin()
-        asked = await self.router.look_up(CHAT_PATH, steps.wrap("parse", parse_body)(raw), len(raw))
-        placement = self.router.place(asked, self.candidates)
-        total = steps.end("the rest", began)
+        with steps.step(_REST):
+            with steps.step("parse"):
+                body = parse_body(raw)
+            asked = await self.router.look_up(CHAT_PATH, body, len(raw))
+            placement = self.router.place(asked, self.candidates)
         if asked.note or not asked.reusable:
             raise RuntimeError(f"nothing was looked up: {asked.note}")
-        await asyncio.sleep(0.05)  # the teller's turn
-        began = steps.begin()
-        self.router.release(placement)
-        steps.end(_RELEASE, began)
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(_TELLING_S)
+        with steps.step(_RELEASE):
+            self.router.release(placement)
+        await asyncio.sleep(_TELLING_S)
         if count:
-            steps.times[_TOTAL].append(total * 1000)
-            steps.times["tokens"].append(asked.num_tokens)
-            steps.close_round()
-        else:
-            steps._now.clear()
+            steps.end_round(asked.num_tokens)
+        steps.forget()
         return asked
 
     async def own(self, asked: Asked) -> None:
         """The first replica's collector tells of the prompt's blocks."""
         lease = self.leases[0]
         await self.ownership.write(lease, [Write(lease.slot, added=asked.hashes)])
-        self.steps._now.clear()
+        self.steps.forget()
 
 
 @asynccontextmanager
-async def _bench() -> AsyncIterator[_Bench]:
-    """A router over a map of its own, its steps wrapped. Steps that a later router no longer has are left out."""
+async def _bench(encoder: PromptEncoder) -> AsyncIterator[_Bench]:
+    """A router over a map of its own, its steps wrapped."""
     steps = Steps()
     with EmbeddedValkey() as valkey:
         collectors = RedisOwnershipMap(valkey.url, "bench", timeout_s=10.0)
@@ -171,30 +191,37 @@ async def _bench() -> AsyncIterator[_Bench]:
         await collectors.connect()
         names = [f"replica{i}" for i in range(_REPLICAS)]
         leases = [await collectors.join(name, ReplicaRecord(name, prompts.MODEL, _BLOCK), 3600) for name in names]
-        encoder = PromptEncoder.load(prompts.MODEL, "builtin")
-        # Bookings live long enough here for the claims to be told apart from their end.
-        router = Router("router", encoder, ownership, RouterConfig(), time.monotonic, seed=1)
-        chain = router_module.chain
-        router_module.chain = steps.wrap("hash", chain)
-        for owner, attribute, step, wrap in (
-            (encoder, "prompt", "prompt, the rest", steps.wrap),
-            (encoder, "_chat_text", "render", steps.wrap),
-            (encoder, "_encode", "tokenise", steps.wrap),
-            (ownership, "look_up", "look-up, client", steps.wrap_async),
-            (router, "_decide", "rank", steps.wrap),
-            (router, "place", "reserve", steps.wrap),
-            (router, "_tell", _TELL, steps.wrap_async),
-        ):
-            if hasattr(owner, attribute):
-                setattr(owner, attribute, wrap(step, getattr(owner, attribute)))
-        await router.start()
-        try:
-            yield _Bench(router, collectors, leases, steps)
-        finally:
-            router_module.chain = chain
-            await router.close()
-            await ownership.close()
-            await collectors.close()
+        # A long lease: no renewal may fall into a step.
+        router = Router("router", encoder, ownership, RouterConfig(lease_s=3600), time.monotonic, seed=1)
+        with ExitStack() as wrapped:
+            for owner, attribute, step, wrap in (
+                (memo_module, "chain", "hash", steps.wrap),
+                (encoder, "hashed", "cut, memo, the rest", steps.wrap),
+                (encoder, "_chat_text", "render", steps.wrap),
+                (encoder._memo, "_encode", "tokenise", steps.wrap),
+                (ownership, "look_up", "look-up, client", steps.wrap_async),
+                (router, "_decide", "rank", steps.wrap),
+                (router, "place", "reserve", steps.wrap),
+                (router, "_tell", _TELL, steps.wrap_async),
+            ):
+                wrapped.enter_context(patch.object(owner, attribute, wrap(step, getattr(owner, attribute))))
+            await router.start()
+            try:
+                yield _Bench(router, collectors, leases, steps)
+            finally:
+                async with asyncio.timeout(5):
+                    await router.close()
+                await ownership.close()
+                await collectors.close()
+
+
+async def _fast(encoder: PromptEncoder) -> None:
+    """Until the encoder has its faster tokenizer, as an ingress has a few seconds after its start."""
+    async with asyncio.timeout(180):
+        while encoder._text.backend == "tokenizers":
+            if encoder._text.why:
+                raise RuntimeError(encoder._text.why)
+            await asyncio.sleep(0.05)
 
 
 BENCHMARK = Benchmark("decision", "CPU of one decision in process, by step", run)

@@ -22,7 +22,8 @@ from replicas.emulated.publisher import EventPublisher
 def _answers() -> ModuleType:
     # By its path: this file is run as a script from anywhere, where the package `tests` isn't importable.
     spec = importlib.util.spec_from_file_location("answers", Path(__file__).with_name("answers.py"))
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

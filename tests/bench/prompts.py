@@ -8,11 +8,30 @@ from collections.abc import Iterator
 from typing import Any
 
 MODEL = "bench"
-_WORDS = (
-    "the of and to in a is that for it as was with be by on not he his but at are this have from or had an they which "
-    "one you were all her she there would their we him been has when who will no more if out so what up said about "
-    "router replica engine prompt token block prefix cache latency throughput request answer customer flight booking"
-).split()
+_WORDS = [
+    *(
+        "the",
+        "of",
+        "and",
+        "to",
+        "in",
+        "that",
+        "for",
+        "it",
+        "as",
+        "was",
+        "with",
+        "be",
+        "by",
+        "on",
+        "not",
+        "this",
+        "have",
+    ),
+    *("from", "or", "had", "an", "they", "which", "one", "you", "were", "all", "her", "she", "there", "would", "their"),
+    *("router", "replica", "engine", "prompt", "token", "block", "prefix", "cache", "latency", "request", "answer"),
+    *("customer", "flight", "booking", "cancellation", "reimbursement", "throughput", "availability", "itinerary"),
+]
 
 
 def text(words: int, seed: object) -> str:
@@ -37,10 +56,11 @@ def fresh(words: int, seed: object, **fields: Any) -> bytes:
 def chat(words: int, seed: object, turn_words: int = 250) -> list[dict[str, Any]]:
     """A conversation of about `words` words in turns of `turn_words`, ending with the user."""
     roles = ("user", "assistant")
-    messages = [{"role": "system", "content": text(turn_words, (seed, "system"))}]
-    for turn in range(max(1, words // turn_words - 1) | 1):
-        messages.append({"role": roles[turn % 2], "content": text(turn_words, (seed, turn))})
-    return messages
+    turns = range(max(1, words // turn_words - 1) | 1)
+    return [
+        {"role": "system", "content": text(turn_words, (seed, "system"))},
+        *({"role": roles[turn % 2], "content": text(turn_words, (seed, turn))} for turn in turns),
+    ]
 
 
 def turns(words: int, seed: object, turn_words: int = 125) -> Iterator[list[dict[str, Any]]]:

@@ -84,7 +84,7 @@ def instant_stack(*, with_trivial: bool = True) -> Iterator[Stack]:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="whohas-bench-"))
         config = Path(folder) / "config.yaml"
         config.write_text(yaml.safe_dump(_config(valkey.url)))
-        up = stack.enter_context(running(str(config)))
+        up = stack.enter_context(running(str(config), "--redis", valkey.url))
         if with_trivial:
             _add_trivial(up.pid)
         direct = asyncio.run(_engine_url(valkey.url))
@@ -127,7 +127,8 @@ async def _engine_url(redis: str) -> str:
         members = await ownership.members()
     finally:
         await ownership.close()
-    return next(member.record.url for member in members if isinstance(member.record, ReplicaRecord))
+    urls = [member.record.url for member in members if isinstance(member.record, ReplicaRecord)]
+    return urls[0]
 
 
 def _wait_ready(process: subprocess.Popen[bytes], log: Any) -> list[tuple[float, str]]:
@@ -149,6 +150,14 @@ def _everything(log: Any) -> str:
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     """SIGINT, as Ctrl-C would; what is left after a minute is killed, each process by its pid."""
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave anything behind
+    try:
+        _stop_uninterrupted(process)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _stop_uninterrupted(process: subprocess.Popen[bytes]) -> None:
     family = processes.tree([process.pid])
     if process.poll() is None:
         process.send_signal(signal.SIGINT)

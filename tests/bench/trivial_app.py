@@ -21,7 +21,15 @@ class Trivial:
     """Raw ASGI, as whohas' ingress is."""
 
     def __serve_build_asgi_app__(self) -> Any:
-        return answers.answer
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            if scope["type"] == "http":
+                await answers.answer(scope, receive, send)
+                return
+            while (message := await receive())["type"] == "lifespan.startup":
+                await send({"type": "lifespan.startup.complete"})
+            await send({"type": message["type"] + ".complete"})
+
+        return app
 
 
 def main(address: str) -> None:

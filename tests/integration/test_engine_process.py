@@ -263,7 +263,7 @@ def vllm(**fields: object) -> list[str]:
 
 def test_vllm_is_started_with_what_whohas_needs() -> None:
     argv = vllm(tensor_parallel_size=4, block_size=16, gpu_memory_utilization=0.9)
-    assert argv[1:3] == ["serve", "some/model"]
+    assert argv[argv.index("serve") + 1] == "some/model"
     assert {"--enable-prefix-caching", "--enable-prompt-tokens-details"} <= set(argv)
     assert argv[argv.index("--tensor-parallel-size") + 1] == "4"
     assert argv[argv.index("--port") + 1] == "8123"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import time
 
 from tests.vllm.differential import run_random
@@ -15,6 +16,7 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--operations", type=int, default=10_000, help="for each seed")
     arguments = parser.parse_args()
+    logging.getLogger("vllm").setLevel(logging.ERROR)
     started = time.monotonic()
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
         counts = run_random(seed, arguments.operations, VllmSubject)

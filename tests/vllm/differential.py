@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields, replace
 from typing import Any
 
 from tests.vllm.operations import Abort, Add, Begin, End, Operation, Reset, Setup, Traffic, random_setup
+from tests.vllm.shrinking import Difference, shrink
 from tests.vllm.subjects import EmulatedSubject, Event, Subject
 
 MakeSubject = Callable[[Setup], Subject]
-
-
-class Difference(AssertionError):
-    """`operations` lead to it, the last one shows it."""
-
-    def __init__(self, what: str, emulated: Any, reference: Any) -> None:
-        super().__init__(f"{what}: {emulated!r} emulated, {reference!r} in vLLM")
-        self.operations: list[Operation] = []
 
 
 class Hashes:
@@ -55,12 +47,14 @@ class Comparison:
     """Pools with more blocks have their free queues compared now and then only."""
 
     def __init__(self, setup: Setup, emulated: Subject, reference: Subject) -> None:
+        self._setup = setup
         self._emulated, self._reference = emulated, reference
         self._small = setup.num_blocks < self.FREE_QUEUE_BELOW
         self._hashes = Hashes()
         self._in_step = False
         self._unfinished: dict[str, None] = {}
         self._seen: set[str] = set()
+        self.scheduled_tokens = 0
         self.counts: dict[str, int] = {}
 
     @property
@@ -79,7 +73,7 @@ class Comparison:
         kind = type(operation).__name__
         self.counts[kind] = self.counts.get(kind, 0) + 1
         match operation:
-            case Add(name=name) if name not in self._seen:
+            case Add(name=name) if name not in self._seen and self._setup.fits(operation):
                 self._seen.add(name)
                 self._unfinished[name] = None
                 self._emulated.add(operation)
@@ -91,7 +85,9 @@ class Comparison:
                 _same("the reset's answer", self._emulated.reset(preempt), self._reference.reset(preempt))
             case Begin() if not self._in_step:
                 self._in_step = True
-                _same("scheduled tokens", self._emulated.begin(), self._reference.begin())
+                scheduled = self._emulated.begin()
+                _same("scheduled tokens", scheduled, self._reference.begin())
+                self.scheduled_tokens += sum(count for _, count in scheduled)
             case End() if self._in_step:
                 self._in_step = False
                 self._events(self._emulated.end(), self._reference.end())
@@ -138,7 +134,7 @@ def replay(setup: Setup, operations: Iterable[Operation], emulated: MakeSubject,
 def run_random(
     seed: int, num_operations: int, reference: MakeSubject, emulated: MakeSubject = EmulatedSubject
 ) -> dict[str, int]:
-    """`num_operations` random ones, on a fresh pair of engines with another set-up after every 1,000.
+    """`num_operations` random ones, on a fresh pair of engines with another set-up after every 500.
 
     A step's end isn't counted. Returns what happened how often. Raises AssertionError with a minimal reproduction.
     """
@@ -146,7 +142,7 @@ def run_random(
     totals: dict[str, int] = {}
     left = num_operations
     while left > 0:
-        count = min(left, 1_000)
+        count = min(left, 500)
         left -= count
         setup = random_setup(rng)
         comparison = Comparison(setup, emulated(setup), reference(setup))
@@ -156,58 +152,12 @@ def run_random(
                 done.append(operation)
                 comparison.apply(operation)
         except Difference as difference:
-            raise AssertionError(explain(setup, done, difference, emulated, reference)) from difference
+            difference.operations = done
+            smallest = shrink(setup, difference, lambda *history: replay(*history, emulated, reference))
+            raise AssertionError(smallest.as_python()) from difference
         for what, number in comparison.counts.items():
             totals[what] = totals.get(what, 0) + number
     return totals
-
-
-def explain(
-    setup: Setup, operations: list[Operation], difference: Difference, emulated: MakeSubject, reference: MakeSubject
-) -> str:
-    """A small sequence that shows a difference, as Python."""
-    smaller, difference = shrink(setup, operations, difference, emulated, reference)
-    lines = "\n".join(f"    {operation!r}," for operation in smaller)
-    return f"{difference}\nsetup = {setup!r}\noperations = [\n{lines}\n]"
-
-
-def shrink(
-    setup: Setup,
-    operations: list[Operation],
-    difference: Difference,
-    emulated: MakeSubject,
-    reference: MakeSubject,
-    tries: int = 1_500,
-) -> tuple[list[Operation], Difference]:
-    """Leaves out operations, ever smaller runs of them, then makes requests plainer, while any difference remains."""
-    budget = tries
-
-    def attempt(candidate: list[Operation]) -> bool:
-        nonlocal operations, difference, budget
-        budget -= 1
-        try:
-            replay(setup, candidate, emulated, reference)
-        except Difference as found:
-            operations, difference = found.operations, found
-            return True
-        return False
-
-    size = len(operations) // 2
-    while size and budget > 0:
-        start, shrunk = 0, False
-        while start < len(operations) and budget > 0:
-            if attempt(operations[:start] + operations[start + size :]):
-                shrunk = True
-            else:
-                start += size
-        size = size if shrunk and size == 1 else size // 2
-    index = 0
-    while index < len(operations) and budget > 0:
-        changed = any(
-            attempt([*operations[:index], one, *operations[index + 1 :]]) for one in _plainer(operations[index])
-        )
-        index += not changed
-    return operations, difference
 
 
 def _operations(traffic: Traffic, comparison: Comparison, count: int) -> Iterable[Operation]:
@@ -215,21 +165,6 @@ def _operations(traffic: Traffic, comparison: Comparison, count: int) -> Iterabl
         operation = traffic.next(comparison.unfinished)
         count -= not isinstance(operation, End)
         yield operation
-
-
-def _plainer(operation: Operation) -> Iterable[Operation]:
-    """The same request with less to it, in one respect each."""
-    if not isinstance(operation, Add):
-        return
-    plainest = Add(operation.name, operation.prompt, operation.output)
-    for field in fields(Add):
-        if getattr(operation, field.name) != getattr(plainest, field.name):
-            yield replace(operation, **{field.name: getattr(plainest, field.name)})
-    for part in ("output", "prompt"):
-        ids = getattr(operation, part)
-        for length in (1, len(ids) // 2, len(ids) - 1):
-            if 0 < length < len(ids):
-                yield replace(operation, **{part: ids[:length]})
 
 
 def _same(what: str, emulated: Any, reference: Any) -> None:

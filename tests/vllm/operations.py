@@ -19,6 +19,11 @@ class Setup:
     max_num_seqs: int = 4
     max_num_batched_tokens: int = 64
     policy: Literal["fcfs", "priority"] = "fcfs"
+    enable_prefix_caching: bool = True
+
+    def fits(self, add: Add) -> bool:
+        """Whether the pool can hold a request to its end. The last output token needs no slot."""
+        return len(add.prompt) + len(add.output) - 1 <= self.num_blocks * self.block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,7 @@ def random_setup(rng: random.Random) -> Setup:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max(budget, max_num_seqs),  # vLLM refuses fewer
         policy=rng.choice(["fcfs", "priority"]),
+        enable_prefix_caching=rng.random() < 0.9,
     )
 
 
@@ -141,7 +147,7 @@ class Traffic:
         return add
 
     def _texts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """A prompt and an output that fit into the pool together; the last output token needs no slot."""
+        """A prompt and an output that fit into the pool together."""
         rng, size = self._rng, self._setup.block_size
         room = self._setup.num_blocks * size + 1
         longest_prompt = int(rng.choice([0.25, 0.5, 1.0]) * (room - 1))

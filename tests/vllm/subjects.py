@@ -39,7 +39,9 @@ class EmulatedSubject:
     scheduler_class = Scheduler
 
     def __init__(self, setup: Setup) -> None:
-        config = SchedulerConfig(setup.max_num_seqs, setup.max_num_batched_tokens, setup.policy)
+        config = SchedulerConfig(
+            setup.max_num_seqs, setup.max_num_batched_tokens, setup.policy, setup.enable_prefix_caching
+        )
         self._engine = self.scheduler_class(self.pool_class(setup.num_blocks, setup.block_size), config)
         self._requests: dict[str, EngineRequest] = {}
         self.first_tokens: dict[str, int | None] = {}
@@ -78,7 +80,7 @@ class EmulatedSubject:
 
     def state(self, *, in_step: bool) -> dict[str, Any]:
         engine, stats = self._engine, self._engine.stats
-        known = [*engine.running, *engine.waiting]
+        known = engine.running
         return {
             "running": [one.request_id for one in engine.running],
             "waiting": [one.request_id for one in engine.waiting],

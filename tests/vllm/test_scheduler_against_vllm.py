@@ -1,7 +1,8 @@
 """The emulated pool and scheduler beside vLLM's own KVCacheManager and Scheduler, on the same random operations.
 
-Compared after every operation: running and waiting order, block tables, computed and known tokens, preemptions, pool
-usage, the free queue; after a step also scheduled tokens, KV events in order and in full, cached tokens, hit counters.
+Compared after every operation: running and waiting order, who was preempted, block tables, computed and known tokens of
+what runs, pool usage, the free queue; after a step also scheduled tokens, KV events in order and in full, cached
+tokens, and hit counters.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import pytest
 
 from tests.vllm.differential import run_random
 
-# `python -m tests.vllm` runs any number of them.
-OPERATIONS = int(os.environ.get("WHOHAS_VLLM_OPERATIONS", "2500"))
+# For each of 20 seeds. `python -m tests.vllm` takes other numbers, and says what happened how often.
+OPERATIONS = int(os.environ.get("WHOHAS_VLLM_OPERATIONS", "10000"))
 
 
 @pytest.mark.parametrize("seed", range(20))

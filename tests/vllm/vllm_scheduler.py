@@ -75,7 +75,8 @@ class VllmSubject:
         self._events = _Events()
         self._scheduler.kv_event_publisher = self._events
         init_none_hash(sha256_cbor)
-        self._hasher = get_request_block_hasher(setup.block_size, sha256_cbor)
+        hasher = get_request_block_hasher(setup.block_size, sha256_cbor)
+        self._hasher = hasher if setup.enable_prefix_caching else None
         self._outputs: dict[str, tuple[int, ...]] = {}
         self._step: SchedulerOutput | None = None
         self._queries = self._hits = self._preemptions = 0
@@ -132,7 +133,7 @@ class VllmSubject:
     def state(self, *, in_step: bool) -> dict[str, Any]:
         scheduler = self._scheduler
         waiting = [*scheduler.kv_holding_waiting, *scheduler.waiting]
-        known = [*scheduler.running, *waiting]
+        known = scheduler.running
         manager = scheduler.kv_cache_manager
         return {
             "running": [one.request_id for one in scheduler.running],
@@ -194,7 +195,7 @@ def _config(setup: Setup) -> VllmConfig:
     config = VllmConfig(
         model_config=model_config(),
         device_config=DeviceConfig("cpu"),
-        cache_config=CacheConfig(block_size=setup.block_size, enable_prefix_caching=True),
+        cache_config=CacheConfig(block_size=setup.block_size, enable_prefix_caching=setup.enable_prefix_caching),
         scheduler_config=scheduler,
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
     )

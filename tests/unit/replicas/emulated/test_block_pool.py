@@ -66,6 +66,12 @@ def test_other_extra_keys_share_nothing(keys: dict[str, Any]) -> None:
     assert pool.find_cached(chain(list(range(12)), **keys)) == []
 
 
+def test_a_salt_that_reads_like_an_adapter_is_not_that_adapter() -> None:
+    salted, adapted = chain(list(range(4)), cache_salt="ada"), chain(list(range(4)), lora_name="ada")
+    assert salted.extra_keys(0) == adapted.extra_keys(0) == ("ada",)
+    assert salted.hashes != adapted.hashes
+
+
 def test_a_stored_event_has_vllms_fields() -> None:
     pool = BlockPool(8, BLOCK)
     first = chain([1, 2, 3, 4, 5], lora_name="ada", lora_id=7, cache_salt="s")

@@ -210,6 +210,15 @@ def test_priority_goes_first_and_the_least_important_is_preempted() -> None:
     assert all(one.state is State.FINISHED for one in (low, later, high))
 
 
+def test_what_came_at_the_same_time_with_the_same_priority_goes_by_name() -> None:
+    engine = scheduler(policy="priority", max_num_seqs=1)
+    later, earlier = request(range(8)), request(range(50, 58))
+    later.request_id, earlier.request_id = "b", "a"
+    engine.add(later)
+    engine.add(earlier)
+    assert engine.waiting == [earlier, later]
+
+
 def test_a_victim_that_was_scheduled_already_leaves_the_step() -> None:
     engine = scheduler(num_blocks=4, policy="priority")
     low, high = request(range(5), num_output=8, priority=9), request(range(50, 58), num_output=3, priority=1)

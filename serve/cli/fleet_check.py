@@ -1,0 +1,91 @@
+"""The handshake with every replica of a running fleet, on demand and from outside: what the map has must be what the
+engine caches."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from uuid import uuid4
+
+from replicas import handshake
+from router.errors import ModelNotFound, OwnershipUnavailable
+from router.ownership import Match, ReplicaRecord
+from router.ownership.redis import Member, RedisOwnershipMap
+from router.prompt import PromptEncoder
+from router.types import BlockHash, Slot
+from serve.cli.preflight import DEMO_MODEL
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    name: str
+    wrong: bool
+    text: str
+
+
+async def examine(redis: str, fleet: str, encoder: PromptEncoder | None, adapters: Sequence[str]) -> list[Line]:
+    """Raises `OwnershipUnavailable`. Without an `encoder` the fleet's own model name must say where its files are."""
+    ownership = RedisOwnershipMap(redis, fleet, look_up_timeout_s=1.0)
+    try:
+        members = await ownership.members()
+        living = [
+            (one, one.record) for one in members if isinstance(one.record, ReplicaRecord) and one.expires_in_s > 0
+        ]
+        if not living:
+            return [Line("fleet", False, f"{fleet}: no replica is running")]
+        lines = [_block_sizes(fleet, [record for _, record in living])]
+        for member, record in living:
+            lines.append(await _replica(ownership, member, record, encoder, adapters))
+        return lines
+    finally:
+        await ownership.close()
+
+
+def _block_sizes(fleet: str, records: Sequence[ReplicaRecord]) -> Line:
+    sizes = sorted({record.block_size for record in records})
+    if len(sizes) == 1:
+        return Line("fleet", False, f"{fleet}: {len(records)} replicas, all with blocks of {sizes[0]} tokens")
+    by_size = "; ".join(
+        f"{size}: {', '.join(one.replica_id for one in records if one.block_size == size)}" for size in sizes
+    )
+    return Line("fleet", True, f"{fleet}: block sizes differ ({by_size}): start all engines with the same --block-size")
+
+
+async def _replica(
+    ownership: RedisOwnershipMap,
+    member: Member,
+    record: ReplicaRecord,
+    encoder: PromptEncoder | None,
+    adapters: Sequence[str],
+) -> Line:
+    name = f"replica {record.replica_id}"
+    try:
+        # The demo's name is no model's: its engines have the builtin tokenizer.
+        encoder = encoder or PromptEncoder.load(record.model, "builtin" if record.model == DEMO_MODEL else "")
+    except ModelNotFound as error:
+        return Line(name, True, f"can't be checked without its tokenizer: give the config file ({error})")
+    tells_events = record.seq >= 0
+    engine = handshake.Engine(
+        record.url,
+        record.model,
+        record.block_size,
+        _holds(ownership, member.lease.slot) if tells_events else None,
+        dict,
+    )
+    try:
+        findings = await handshake.shake_hands(engine, encoder, uuid4().hex, adapters)
+    except (OSError, OwnershipUnavailable) as error:
+        return Line(name, True, f"{record.url} got no answer to a canary ({error})")
+    problems = [str(one) for one in findings if one.problem] or ([record.doubt] if record.doubt else [])
+    if problems:
+        return Line(name, True, f"does not cache what is computed for it: {'; '.join(problems)}")
+    seen = "in the map and " if tells_events else "(no KV events) "
+    return Line(name, False, f"canaries ({', '.join(one.variant for one in findings)}) are {seen}cached as computed")
+
+
+def _holds(ownership: RedisOwnershipMap, slot: Slot) -> Callable[[Sequence[BlockHash]], Awaitable[bool]]:
+    async def holds(hashes: Sequence[BlockHash]) -> bool:
+        found = await ownership.look_up(hashes)
+        return found.matches.get(slot, Match()).owned == len(hashes)
+
+    return holds

@@ -1,0 +1,225 @@
+"""Prompts: whenever the router's encoder answers ids, vLLM's own renderer gives the same ids, or refuses the body."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from router.errors import UnknownPrompt
+from router.prompt import PromptEncoder
+
+if TYPE_CHECKING:
+    from tests.vllm.vllm_renderer import VllmRenderer
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+BODIES = Path(__file__).parents[1] / "fixtures" / "request_bodies.jsonl"
+UNANSWERABLE = {"empty_messages", "image_part", "continue_and_add_both"}
+EXAMPLES = int(os.environ.get("WHOHAS_VLLM_EXAMPLES", "400"))
+
+PIECES = [
+    *(
+        "Hello",
+        " world",
+        "1234567",
+        " 3.14",
+        "\n",
+        "\n\n",
+        "  ",
+        "\t",
+        "don't",
+        "I'LL",
+        "é",
+        "e\u0301",
+        "日本語",
+        "한국",
+        "مرحبا",
+    ),
+    *(
+        "x-anthropic-billing-header: cch=1;",
+        "🙂",
+        "👩‍👩‍👧",
+        "\u200b",
+        "\u00a0",
+        "\r\n",
+        "<b>&amp;'\"</b>",
+        "{{ x }}",
+        "{% raw %}",
+        "\\n",
+        "\x00",
+        "ﬁ",
+        "Ǆ",
+    ),
+    *(
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|endoftext|>",
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "<tool_response>",
+        "</tool_response>",
+    ),
+]
+texts = (
+    st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=8)
+    .map("".join)
+    .filter(lambda text: text.encode("utf-8", "replace").decode() == text)
+)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9**20) | st.floats(allow_nan=False, allow_infinity=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+parts = (
+    texts
+    | st.fixed_dictionaries({"type": st.just("text"), "text": texts})
+    | st.fixed_dictionaries(
+        {"type": st.sampled_from(["text", "refusal", "input_text", "output_text", "thinking"])},
+        optional={"text": texts | st.none(), "refusal": texts, "thinking": texts, "cache_control": st.just({})},
+    )
+)
+contents = texts | st.lists(parts, max_size=3) | st.none()
+arguments = st.dictionaries(texts, values, max_size=3).map(json.dumps) | st.sampled_from(
+    ["", "{", "[1]", "null", '"x"']
+)
+calls = st.fixed_dictionaries(
+    {"function": st.fixed_dictionaries({"name": texts, "arguments": arguments})},
+    optional={"id": texts, "type": st.just("function")},
+)
+messages = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "user", "user", "developer", "custom"]), "content": contents},
+    optional={"name": texts},
+)
+answers = st.fixed_dictionaries(
+    {"role": st.just("assistant")},
+    optional={
+        "content": contents,
+        "tool_calls": st.lists(calls, max_size=2) | st.none(),
+        "reasoning": texts | st.none(),
+        "reasoning_content": texts | st.none(),
+        "refusal": st.none() | texts,
+        "name": texts,
+    },
+)
+results = st.fixed_dictionaries(
+    {"role": st.just("tool"), "content": contents}, optional={"tool_call_id": texts, "name": texts}
+)
+tools = st.fixed_dictionaries(
+    {
+        "type": st.just("function"),
+        "function": st.fixed_dictionaries(
+            {"name": texts},
+            optional={
+                "description": texts | st.none(),
+                "parameters": st.dictionaries(texts, values, max_size=3) | st.none(),
+                "strict": st.booleans() | st.none(),
+                "unknown": values,
+            },
+        ),
+    },
+    optional={"unknown": values, "defer_loading": st.booleans()},
+)
+kwargs = st.dictionaries(
+    st.sampled_from(["enable_thinking", "add_generation_prompt", "x", "tools"]), values, max_size=2
+)
+chats = st.fixed_dictionaries(
+    {"messages": st.lists(messages | answers | results, min_size=1, max_size=5)},
+    optional={
+        "tools": st.lists(tools, max_size=2) | st.none(),
+        "tool_choice": st.sampled_from(["auto", "none", None]),
+        "add_generation_prompt": st.booleans(),
+        "continue_final_message": st.booleans(),
+        "add_special_tokens": st.booleans(),
+        "chat_template_kwargs": kwargs | st.fixed_dictionaries({"enable_thinking": st.booleans()}) | st.none(),
+        "reasoning_effort": st.sampled_from(["none", "low", "medium", "high", None]),
+        "documents": st.lists(st.dictionaries(texts, texts, max_size=2), max_size=2) | st.none(),
+        "truncate_prompt_tokens": st.sampled_from([-1, 1, 3, 20, 30_000, None]),
+        "truncation_side": st.sampled_from(["left", "right", None]),
+    },
+)
+ids = st.lists(st.integers(0, 151_000), min_size=1, max_size=9)
+completions = st.fixed_dictionaries(
+    {"prompt": texts | ids | st.lists(texts, max_size=3) | st.lists(ids, max_size=3)},
+    optional={
+        "add_special_tokens": st.booleans(),
+        "truncate_prompt_tokens": st.sampled_from([-1, 1, 3, 20, 30_000, None]),
+        "truncation_side": st.sampled_from(["left", "right", None]),
+        "echo": st.booleans(),
+    },
+)
+
+
+def recorded() -> list[Any]:
+    found = []
+    for line in BODIES.read_text("utf-8").splitlines():
+        record = json.loads(line)
+        path, body = record["path"].partition("?")[0], record["body"]
+        for message in body.get("messages", []):
+            if "content_repeat" in message:
+                text, times = message.pop("content_repeat")
+                message["content"] = text * min(times, 2_000)
+        if path in (CHAT, COMPLETIONS):
+            expected = "unknown" if record["name"] in UNANSWERABLE else "equal"
+            found.append(pytest.param(path, body, expected, id=record["name"]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def encoder() -> PromptEncoder:
+    return PromptEncoder.load("demo-model", "builtin", adapters=["adapter-a"])
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory, vllm_is_there: None) -> Iterator[VllmRenderer]:
+    from tests.vllm.vllm_renderer import VllmRenderer
+
+    renderer = VllmRenderer(tmp_path_factory.mktemp("model"))
+    yield renderer
+    renderer.close()
+
+
+def compare(encoder: PromptEncoder, renderer: VllmRenderer, path: str, body: dict[str, Any]) -> str:
+    """Fails where both answer and differ; otherwise tells which of them answered."""
+    from tests.vllm.vllm_renderer import Refused
+
+    sent = json.dumps(body)
+    try:
+        known = encoder.token_ids(path, json.loads(sent))
+    except UnknownPrompt as error:
+        return f"unknown: {error}"
+    try:
+        expected = renderer.token_ids(path, json.loads(sent))
+    except Refused as error:
+        return f"refused: {error}"
+    assert known == expected, f"{encoder.decode(known[0])!r} in the router, {encoder.decode(expected[0])!r} in vLLM"
+    return "equal"
+
+
+@pytest.mark.parametrize(("path", "body", "expected"), recorded())
+def test_a_recorded_body_has_vllms_ids(
+    encoder: PromptEncoder, renderer: VllmRenderer, path: str, body: dict[str, Any], expected: str
+) -> None:
+    assert compare(encoder, renderer, path, body).startswith(expected)
+
+
+@pytest.mark.parametrize(("path", "bodies"), [(CHAT, chats), (COMPLETIONS, completions)], ids=["chat", "completion"])
+def test_any_body_has_vllms_ids(
+    encoder: PromptEncoder, renderer: VllmRenderer, path: str, bodies: st.SearchStrategy[dict[str, Any]]
+) -> None:
+    outcomes = Counter[str]()
+
+    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(body=bodies)
+    def check(body: dict[str, Any]) -> None:
+        outcomes[compare(encoder, renderer, path, body).partition(":")[0]] += 1
+
+    check()
+    assert outcomes["equal"] > EXAMPLES / 4, outcomes

@@ -1,0 +1,84 @@
+"""vLLM itself, on the CPU, under whohas: one engine under a replica, and the whole system in front of two."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.live import Live, command_of, descendants, state_of
+from tests.vllm.models import tiny_llama
+from tests.vllm.real_engine import Traffic, real_fleet
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
+
+REQUESTS = 60
+WAIT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def tiny(request: pytest.FixtureRequest) -> Path:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM isn't installed: make install-vllm")
+    cache = request.config.cache
+    assert cache is not None
+    return tiny_llama(cache.mkdir("models"))
+
+
+@pytest.fixture(scope="module")
+def fleet(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    with real_fleet(tmp_path_factory.mktemp("real"), tiny) as live:
+        yield live
+
+
+def alive(pids: list[int]) -> list[str]:
+    there = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    return [command_of(pid) for pid in there if state_of(pid) != "Z"]
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    end = time.monotonic() + WAIT_S
+    while alive(pids) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert alive(pids) == []
+
+
+def test_an_engine_of_two_workers_passes_the_handshake_and_is_gone_with_its_killed_actor(tiny: Path) -> None:
+    command = [sys.executable, "-m", "tests.vllm.real_engine", str(tiny), "2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as actor:
+        try:
+            assert actor.stdout is not None
+            told = json.loads(actor.stdout.readline())
+            assert told["findings"] == ["base: ok", "salt: ok"]
+            assert (told["facts"]["block_size"], told["facts"]["max_model_len"]) == (32, 4096)
+            assert told["facts"]["models"] == [str(tiny)]
+            below = descendants(actor.pid)
+            assert sum("Worker" in command for command in alive(below)) == 2
+        finally:
+            actor.kill()
+    wait_until_gone(below)
+
+
+def test_what_is_predicted_is_what_vllm_reports(fleet: Live, tiny: Path) -> None:
+    outcomes = Traffic(fleet, tiny).send(REQUESTS)
+    wrong = [one for one in outcomes if one.predicted != one.cached]
+    assert len(wrong) <= REQUESTS // 100, wrong
+    assert sum(one.cached for one in outcomes) > 0.4 * sum(one.prompt_tokens for one in outcomes)
+    assert len({one.replica for one in outcomes}) == 2
+
+
+def test_a_killed_engine_core_is_noticed_and_the_other_replica_serves_on(fleet: Live, tiny: Path) -> None:
+    core = next(pid for pid in descendants(fleet.process.pid) if command_of(pid).startswith("VLLM::EngineCore"))
+    server = int(Path(f"/proc/{core}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(core, signal.SIGKILL)
+    wait_until_gone([core, server])
+    answers = [Traffic(fleet, tiny, seed).send(2) for seed in range(3)]
+    assert len({one.replica for outcomes in answers for one in outcomes}) == 1
