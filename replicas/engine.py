@@ -245,6 +245,15 @@ def vllm_device(config: EngineConfig) -> str:
     return "cpu" if not config.command and "cpu" in (installed_version() or "") else "cuda"
 
 
+def cores_and_gpus(config: EngineConfig) -> tuple[float, int]:
+    """What to set aside for one replica. Cores are a matter of bookkeeping: nothing keeps an engine to them."""
+    if config.kind != "vllm":
+        return 0.1, 0
+    if vllm_device(config) == "cpu":
+        return config.cpus or 0.1, 0
+    return 1, config.tensor_parallel_size
+
+
 def vllm_is_there(config: EngineConfig) -> bool:
     """Can this machine start it?"""
     command = config.command or _vllm_command()

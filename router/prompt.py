@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from router.api_forms import FORM_PATHS, FormRules, chat_body, find_rules
 from router.chat_messages import as_system_messages, conversation, malformed, tool_dicts
 from router.chat_template import ChatTemplate, RenderOptions, compile_template
 from router.errors import InvalidRequest, UnknownPrompt
@@ -69,6 +70,7 @@ class PromptEncoder:
         self._tokenizer = files.tokenizer
         self._text = TextEncoder(files.tokenizer, fast=fast)
         self._memo = PrefixMemo(self._text.packed, self._text.cuts) if self._text.cuts else None
+        self._rules: FormRules | None = None
         self._adds_special = bool(self._tokenizer.encode("", add_special_tokens=True).ids)
         self._adapters = frozenset(adapters)
         self._options = options or RenderOptions()
@@ -97,6 +99,7 @@ class PromptEncoder:
 
     def hashed(self, path: str, body: Mapping[str, Any], block_size: int) -> HashedPrompt:
         """Like `prompt`, with block hashes in place of ids. What an earlier prompt had in common is not done again."""
+        path, body = self._as_chat(path, body)
         memo = self._memo
         if memo is None or path != CHAT_PATH or _given_ids(body) or not self._whole_text(body):
             prompt = self.prompt(path, body)
@@ -113,6 +116,7 @@ class PromptEncoder:
 
         Raises `UnknownPrompt`: "path", "batch", "model", "multimodal", "prompt_embeds", "template" or "malformed".
         """
+        path, body = self._as_chat(path, body)
         root = self._root(body)
         if path == COMPLETIONS_PATH and _is_batch(body.get("prompt")):
             raise UnknownPrompt("batch")
@@ -142,6 +146,14 @@ class PromptEncoder:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids, special tokens included."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def _as_chat(self, path: str, body: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+        """Responses and Messages are chats to the engine."""
+        if path not in FORM_PATHS:
+            return path, body
+        if self._rules is None:
+            self._rules = find_rules(self._chat_text)
+        return CHAT_PATH, chat_body(path, body, self._rules)
 
     def _root(self, body: Mapping[str, Any]) -> BlockHash:
         lora = self._adapter(body)

@@ -7,8 +7,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
-from replicas.config import EngineConfig
-from replicas.engine import vllm_device
+from replicas.engine import cores_and_gpus
 from serve.config import AppConfig
 from serve.ingress import Ingress
 from serve.replica import ReplicaActor
@@ -33,9 +32,10 @@ def build(args: AppConfig) -> Application:
 
 
 def _replica_options(args: AppConfig) -> dict[str, Any]:
+    cores, gpus = cores_and_gpus(args.engine)
     options: dict[str, Any] = {
         "max_ongoing_requests": _MANY,
-        "ray_actor_options": _resources(args.engine),
+        "ray_actor_options": {"num_cpus": cores, "num_gpus": gpus},
         "health_check_period_s": 2,
         "health_check_timeout_s": 10,
         # The actor's own drain must be able to finish before Serve kills it.
@@ -60,12 +60,3 @@ def _replica_options(args: AppConfig) -> dict[str, Any]:
         ),
     )
     return options
-
-
-def _resources(engine: EngineConfig) -> dict[str, float]:
-    """What Ray sets aside for one replica."""
-    if engine.kind != "vllm":
-        return {"num_cpus": 0.1, "num_gpus": 0}
-    if vllm_device(engine) == "cpu":
-        return {"num_cpus": engine.cpus or 0.1, "num_gpus": 0}
-    return {"num_cpus": 1, "num_gpus": engine.tensor_parallel_size}

@@ -30,7 +30,8 @@ _REQUEST_ONLY = _HOP_BY_HOP | {b"host", b"content-length", b"expect"}
 _ANSWER_ONLY = _HOP_BY_HOP | {b"date", b"server"}  # the ingress's own HTTP server sets these
 _TAIL_BYTES = 4096
 _HEALTH_S = 2.0
-_CACHED_TOKENS = re.compile(rb'(?<!\\)"cached_tokens"\s*:\s*(\d+)')  # a quote within generated text is escaped
+# OpenAI's name and Anthropic's. A quote within generated text is escaped, so that text can't pass for usage.
+_CACHED_TOKENS = re.compile(rb'(?<!\\)"(?:cached_tokens|cache_read_input_tokens)"\s*:\s*(\d+)')
 _DONE = b"data: [DONE]\n\n"
 
 

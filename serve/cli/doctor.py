@@ -25,7 +25,7 @@ from serve.cli import fleet_check, state
 from serve.cli.preflight import Problem, config_from_file, num_gpus, vllm_problem
 from serve.config import DEFAULT_REDIS, AppConfig
 
-_TESTED = {"ray": ("2.60",), "vllm": ("0.32",), "redis": ("7.0",), "valkey": ("9.1",)}
+_TESTED = {"ray": ("2.60",), "vllm": ("0.32",), "redis": (), "valkey": ("9.1",)}
 _NEEDED = {"redis": (7, 0), "valkey": (7, 2)}
 _OPTIONS = ("engine", "model", "tokenizer", "replicas", "redis", "profile", "block_size", "max_model_len")
 _NO_OPTIONS = dict.fromkeys((*_OPTIONS, "tensor_parallel_size", "engine_arg"))
@@ -110,7 +110,7 @@ def _tested(title: str, name: str, found: str) -> Check:
     tested = _TESTED[name]
     if found.startswith(tuple(f"{one}." for one in tested)):
         return Check(title, "ok", found)
-    return Check(title, "note", f"{found} (tested: {', '.join(tested)})")
+    return Check(title, "note", f"{found} (tested: {', '.join(tested) or 'Valkey ' + _TESTED['valkey'][0]})")
 
 
 def _vllm(app: AppConfig | None) -> Check:

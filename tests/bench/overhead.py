@@ -22,7 +22,8 @@ _TURNS = 10
 """Turns of a conversation before another one begins: it must not outgrow its size."""
 _STREAMS, _CHUNKS, _GAP_MS = 16, 50, 30.0
 _IDLE_S = 6.0
-_SETTLE_S = 0.05
+_SETTLE_S = 0.5
+"""What an answer leaves to do is part of its cost: its claims end only `claim_s` (here 0.2 s) later."""
 LOADING_S = 15.0
 """The ingress goes on loading its faster tokenizer for a few seconds after it is ready."""
 _serial = count()
@@ -120,7 +121,7 @@ def _streamed(stack: Stack, idle: Mapping[str, float], rounds: int) -> Table:
     gaps: defaultdict[str, list[float]] = defaultdict(list)
     for _ in range(rounds):
         for short, long in targets:
-            for _ in range(10):
+            for _ in range(5):
                 _stream(stack, idle, short, chunks=1)
             for _ in range(2):
                 gaps[long.name] += [gap for one in _stream(stack, idle, long, chunks=_CHUNKS) for gap in one.gaps_ms]
@@ -134,7 +135,7 @@ def _streamed(stack: Stack, idle: Mapping[str, float], rounds: int) -> Table:
         rows,
         [
             f"CPU a chunk: ({_CHUNKS} chunks - 1) / {_CHUNKS - 1}, from {rounds} rounds of {2 * _STREAMS} streams of "
-            f"{_CHUNKS} chunks and {10 * _STREAMS} of 1; load before {load}"
+            f"{_CHUNKS} chunks and {5 * _STREAMS} of 1; load before {load}"
         ],
     )
 
@@ -150,7 +151,7 @@ def _stream(stack: Stack, idle: Mapping[str, float], target: Target, chunks: int
 
 
 def _add_cpu(stack: Stack, idle: Mapping[str, float], target: Target, before: processes.CpuReading) -> None:
-    time.sleep(_SETTLE_S)  # what an answer leaves to do is part of its cost
+    time.sleep(_SETTLE_S)
     for group, seconds in processes.read_cpu(stack.roots).since(before, idle).items():
         target.cpu[group] += seconds * 1000
 

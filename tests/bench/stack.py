@@ -100,6 +100,7 @@ def _config(redis: str) -> dict[str, Any]:
         "replicas": 2,
         "engine": engine,
         "ingress": {"num_replicas": 1},
+        "router": {"claim_s": 0.2},
         "drain_s": 1.0,
     }
     return {"applications": [{"name": "whohas", "route_prefix": "/", "import_path": "serve.app:build", "args": args}]}

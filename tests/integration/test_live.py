@@ -218,6 +218,22 @@ async def test_a_client_that_leaves_before_the_headers_frees_everything(live: Li
             await asyncio.sleep(0.05)
 
 
+def test_responses_and_messages_share_the_blocks_of_the_equivalent_chat(live: Live) -> None:
+    system = system_prompt()
+    chat = live.chat(system, "What now?", max_tokens=2)
+    turn = [{"role": "user", "content": "What now?"}]
+    messages = {"model": MODEL, "system": system, "messages": turn, "max_tokens": 2}
+    answer = live.request("POST", "/v1/messages", messages)
+    assert answer.status == 200
+    assert answer.replica == chat.replica
+    assert answer.json["usage"]["cache_read_input_tokens"] == answer.predicted > 3000
+    responses = {"model": MODEL, "instructions": system, "input": "What now?", "max_output_tokens": 16}
+    answer = live.request("POST", "/v1/responses", responses)
+    assert answer.status == 200
+    assert answer.replica == chat.replica
+    assert answer.json["usage"]["input_tokens_details"]["cached_tokens"] == answer.predicted > 3000
+
+
 def test_explain_says_where_a_request_would_go_and_why_and_sends_nothing(live: Live) -> None:
     system = system_prompt()
     answered = live.chat(system, "One?", max_tokens=2)

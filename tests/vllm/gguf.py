@@ -94,7 +94,8 @@ def _q4_1(data: memoryview, shape: list[int]) -> Weights:
     blocks = np.frombuffer(data, form, int(np.prod(shape)) // 32)
     levels = np.concatenate([blocks["packed"] & 15, blocks["packed"] >> 4], axis=1).astype(np.float32)
     scale, least = blocks["scale"].astype(np.float32), blocks["least"].astype(np.float32)
-    return (levels * scale[:, None] + least[:, None]).reshape(shape)
+    weights: Weights = levels * scale[:, None] + least[:, None]
+    return weights.reshape(shape)
 
 
 def _q8_0(data: memoryview, shape: list[int]) -> Weights:

@@ -1,4 +1,7 @@
-"""Models for real engines, made without a network: a tiny one with random weights, and SmolLM2-135M from a package."""
+"""Models for real engines, made without a network: a tiny one with random weights, and SmolLM2-135M from a package.
+
+`python -m tests.vllm.models FOLDER` makes the latter.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import importlib.util
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,3 +102,7 @@ def _qwen_files() -> Path:
     assert spec is not None
     assert spec.submodule_search_locations
     return Path(spec.submodule_search_locations[0]) / "tokenizer_files"
+
+
+if __name__ == "__main__":
+    print(smollm2(Path(sys.argv[1])))

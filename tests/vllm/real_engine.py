@@ -82,8 +82,8 @@ class Outcome:
 class Traffic:
     """Requests one after the other, as chats that grow, prompts that share prefixes, tools and salts make them."""
 
-    def __init__(self, fleet: Live, model: Path, seed: int = 0) -> None:
-        self._fleet, self._model = fleet, str(model)
+    def __init__(self, fleet: Live, model: Path, seed: int = 0, *, tools: bool = True) -> None:
+        self._fleet, self._model, self._tools = fleet, str(model), tools
         self._random = random.Random(seed)
         self._systems = [self._text(90) for _ in range(4)]
         self._chats: list[dict[str, Any]] = []
@@ -106,7 +106,7 @@ class Traffic:
     def _open(self, kind: str) -> Outcome:
         """A chat with one of a few system prompts; some have tools, some a salt of one of two tenants."""
         chat: dict[str, Any] = {"messages": [{"role": "system", "content": self._random.choice(self._systems)}]}
-        if self._random.random() < 0.3:
+        if self._tools and self._random.random() < 0.3:
             chat["tools"] = [TOOL]
         if self._random.random() < 0.3:
             chat["cache_salt"] = self._random.choice(["tenant-a", "tenant-b"])

