@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 RULES = "You work for a small public library and answer in one sentence. "
-RULES += " ".join(f"Shelf {i} has books about {topic}." for i in range(12) for topic in ("birds", "ships", "bread"))
+RULES += " ".join(f"Shelf {i} has books about {topic}." for i in range(30) for topic in ("birds", "ships", "bread"))
 QUESTIONS = ["Where do I find a book about ships?", "And what is the capital of France?", "Thank you. Who are you?"]
 
 

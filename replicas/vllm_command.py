@@ -44,4 +44,5 @@ if __name__ in ("__main__", "__mp_main__"):
     setattr(importlib.metadata, "version", _answer)  # noqa: B010  # no type checker should take it for a mistake
 
 if __name__ == "__main__":
+    sys.argv[0] = "vllm"  # the name in its messages
     sys.exit(import_module("vllm.entrypoints.cli.main").main())

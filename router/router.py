@@ -29,6 +29,7 @@ from router.types import BlockHash, Decision, HashedPrompt, Load, ReplicaId, Rep
 
 _RETRY_S = 0.5
 """How long after a failed look-up the map is left alone: a dead Redis must not cost every request the time-out."""
+_LATE_IN_A_ROW = 3
 _BYTES_A_TOKEN = 4
 _JOURNAL_BLOCKS = 100_000
 """After so many claimed blocks a router joins anew, so that the map can forget what it wrote: little still stands."""
@@ -101,7 +102,7 @@ class Router:
         self._lock = threading.Lock()  # Ray Serve may rank on another thread than the one that releases
         self._fleet = Snapshot()
         self._lease: Lease | None = None
-        self._written = 0
+        self._written = self._late = 0
         self._changed = asyncio.Event()
         self._teller: asyncio.Task[None] | None = None
         self._retry_at = self._fleet_at = float("-inf")
@@ -241,7 +242,7 @@ class Router:
     def _available(self, snapshot: Snapshot) -> None:
         if self.degraded:
             logger.info("the ownership map answers again")
-        self.degraded, self._retry_at = "", float("-inf")
+        self.degraded, self._retry_at, self._late = "", float("-inf"), 0
         self._fleet, self._fleet_at = Snapshot(snapshot.replicas, snapshot.routers), self._clock()
 
     def _unavailable(self, error: OwnershipUnavailable) -> None:
@@ -249,7 +250,9 @@ class Router:
             logger.warning("routing by load alone: %s", error)
         self.counters["map_unavailable"] += 1
         self.degraded = str(error)
-        self._retry_at = self._clock() + _RETRY_S
+        self._late = self._late + 1 if isinstance(error.__cause__, TimeoutError) else _LATE_IN_A_ROW
+        if self._late >= _LATE_IN_A_ROW:  # one late answer says little; several, or none at all, say it is down
+            self._retry_at = self._clock() + _RETRY_S
 
     async def _keep_telling(self) -> None:
         """Tell the fleet what is booked here: at once when it changes, and often enough to keep the lease."""

@@ -84,7 +84,8 @@ class SharedMetrics:
         self._metrics = metrics
         self._key = key
         self._name = name
-        self._redis = Redis.from_url(redis_url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
+        self._timeout_s = timeout_s
+        self._redis = Redis.from_url(redis_url, socket_timeout=None, socket_connect_timeout=timeout_s)
         self._publisher: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -95,26 +96,34 @@ class SharedMetrics:
             self._publisher.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._publisher
-        with contextlib.suppress(RedisError, OSError):
-            await self._redis.delete(f"{self._key}:{self._name}")
+        with contextlib.suppress(RedisError, OSError, TimeoutError):
+            async with asyncio.timeout(self._timeout_s):
+                await self._redis.delete(f"{self._key}:{self._name}")
         await self._redis.aclose()
 
     async def text(self) -> bytes:
         """The exposition of all ingress processes."""
         texts = {self._name: self._metrics.text()}
-        with contextlib.suppress(RedisError, OSError):
-            async for key in self._redis.scan_iter(match=_glob(self._key) + ":*", count=1000):
-                name = key.decode().rpartition(":")[2]
-                if name not in texts and (raw := await self._redis.get(key)):
-                    texts[name] = bytes(raw).decode()  # type: ignore[arg-type]
+        with contextlib.suppress(RedisError, OSError, TimeoutError):
+            async with asyncio.timeout(self._timeout_s):
+                texts |= await self._others()
         registry = CollectorRegistry()
         registry.register(_Merged(texts.items()))
         return generate_latest(registry)
 
+    async def _others(self) -> dict[str, str]:
+        texts = {}
+        async for key in self._redis.scan_iter(match=_glob(self._key) + ":*", count=1000):
+            name = key.decode().rpartition(":")[2]
+            if name != self._name and (raw := await self._redis.get(key)):
+                texts[name] = bytes(raw).decode()  # type: ignore[arg-type]
+        return texts
+
     async def _publish(self) -> None:
         while True:
-            with contextlib.suppress(RedisError, OSError):
-                await self._redis.set(f"{self._key}:{self._name}", self._metrics.text(), px=int(_PERIOD_S * 5000))
+            with contextlib.suppress(RedisError, OSError, TimeoutError):
+                async with asyncio.timeout(self._timeout_s):
+                    await self._redis.set(f"{self._key}:{self._name}", self._metrics.text(), px=int(_PERIOD_S * 5000))
             await asyncio.sleep(_PERIOD_S)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -66,7 +66,11 @@ class RedisOwnershipMap:
         self._look_up_timeout_s = look_up_timeout_s
         self._prefix = key_prefix(fleet).encode()
         self._name, self._code = _library()
-        self._client = redis_asyncio.Redis.from_url(url, protocol=2, socket_connect_timeout=timeout_s)
+        # With a socket time-out redis-py wraps each send in asyncio.wait_for, which can swallow a cancellation; `_call`
+        # bounds every call as a whole.
+        self._client = redis_asyncio.Redis.from_url(
+            url, protocol=2, socket_timeout=None, socket_connect_timeout=timeout_s
+        )
 
     async def connect(self) -> None:
         """Load the functions. Raises `OwnershipUnavailable` with what to do about it."""
@@ -104,8 +108,24 @@ class RedisOwnershipMap:
 
     async def look_up(self, hashes: Sequence[BlockHash]) -> Snapshot:
         raw = hashes.raw if isinstance(hashes, HashChain) else b"".join(hashes)
-        now, members, changes = await self._call("look_up", raw, timeout_s=self._look_up_timeout_s)
+        now, members, changes = await self._within(self._look_up_timeout_s, self._call("look_up", raw))
         return _snapshot(float(now), members, changes)
+
+    async def _within(self, timeout_s: float, call: Coroutine[Any, Any, Any]) -> Any:
+        """A limit on the server's time rather than on ours: where this process's own event loop was late, an answer
+        that has arrived meanwhile still counts."""
+        task = asyncio.ensure_future(call)
+        try:
+            await asyncio.wait({task}, timeout=timeout_s)
+            for _ in range(3):  # turns of the loop: sockets are read, then the waiting are woken
+                if not task.done():
+                    await asyncio.sleep(0)
+        finally:
+            if not task.done():
+                task.cancel()
+        if task.cancelled() or not task.done():
+            raise OwnershipUnavailable(f"Redis: no answer within {timeout_s:g} s") from TimeoutError()
+        return task.result()
 
     async def members(self) -> list[Member]:
         """Everybody, replicas first, in order of their names; also those whose lease has lapsed."""
@@ -122,9 +142,9 @@ class RedisOwnershipMap:
         """`grace_s`: how long after its lease lapsed a member may still come back without writing all anew."""
         return int(await self._call("sweep", max_blocks, _milliseconds(grace_s)))
 
-    async def _call(self, function: str, *args: Any, timeout_s: float | None = None) -> Any:
+    async def _call(self, function: str, *args: Any) -> Any:
         try:
-            async with asyncio.timeout(timeout_s or self._timeout_s):
+            async with asyncio.timeout(self._timeout_s):
                 try:
                     return await self._fcall(function, args)
                 except ResponseError as error:

@@ -209,11 +209,12 @@ def _running(deployment: Any) -> str:
 
 
 def _why(serve: Any, fallback: str) -> str:
-    """Serve's own message about the first deployment that failed, cut to its last lines."""
+    """Serve's message about the first deployment that failed, cut to its last lines; an engine's own words."""
     with contextlib.suppress(Exception):
         for deployment in serve.status().applications[APP].deployments.values():
             if deployment.message and deployment.status != "HEALTHY":
-                return "\n".join(deployment.message.strip().splitlines()[-12:])
+                first, *rest = deployment.message.strip().rpartition("EngineFailed: ")[2].splitlines()
+                return "\n".join([first, *rest[-12:]])
     return fallback
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from replicas.replica import Replica
 from router.model_files import _find_folder
 from router.ownership.redis import RedisOwnershipMap
 from router.prompt import PromptEncoder
+from router.types import Prompt
 from serve.cli import fleet_check
 from tests.integration.live import MODEL, WHOHAS, Live, config_file, free_port
 
@@ -120,10 +121,20 @@ async def test_an_engine_with_another_root_than_the_routers_is_wrong(
     valkey_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("replicas.handshake._EVENTS_S", 1.0)
+    other = PromptEncoder.load("another model", "builtin")
+
+    class OtherModel:
+        """Right ids under a wrong root, as a router with another model name has them."""
+
+        def prompt(self, path: str, body: Mapping[str, Any]) -> Prompt:
+            return other.prompt(path, {**body, "model": "another model"})
+
+        def encode_text(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+            return other.encode_text(text)
+
+    encoder: Any = OtherModel()
     async with fleet_of(valkey_url, fleet, CONFIG):
-        other: Any = PromptEncoder.load("another model", "builtin")
-        other._adapters = frozenset({MODEL})
-        lines = await fleet_check.examine(valkey_url, fleet, other, ())
+        lines = await fleet_check.examine(valkey_url, fleet, encoder, ())
     assert [line.wrong for line in lines] == [False, True]
     assert "does not cache what is computed for it" in lines[1].text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -11,10 +12,13 @@ from redis.asyncio import Redis
 from replicas.collector import Collector
 from replicas.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from replicas.subscriber import Batch
+from router.config import RouterConfig
 from router.errors import OwnershipUnavailable
 from router.hashing import chain, pack_token_ids, root_hash
 from router.ownership import Match, ReplicaRecord, Write
 from router.ownership.redis import RedisOwnershipMap, safe_url
+from router.router import Router
+from router.types import HashedPrompt, ReplicaId
 
 pytestmark = pytest.mark.integration
 RECORD = ReplicaRecord("a", "model", 16)
@@ -122,3 +126,51 @@ async def test_nobody_there_is_said_with_what_to_do_and_without_the_password() -
 
 def test_safe_url_hides_user_and_password() -> None:
     assert safe_url("redis://user:p@ss@host:1/0") == "redis://host:1/0"
+
+
+async def test_an_answer_that_came_while_our_own_loop_was_late_still_counts(
+    ownership: RedisOwnershipMap, valkey_url: str, fleet: str
+) -> None:
+    await ownership.join("a", RECORD, 30)
+    quick = RedisOwnershipMap(valkey_url, fleet, look_up_timeout_s=0.02)
+    await quick.connect()
+    asked = asyncio.create_task(quick.look_up([]))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    time.sleep(0.2)  # noqa: ASYNC251 -- this is the lateness
+    assert len((await asked).replicas) == 1
+    await quick.close()
+
+
+async def test_a_server_that_stalls_is_waited_for_only_so_long(valkey_url: str, fleet: str) -> None:
+    quick = RedisOwnershipMap(valkey_url, fleet, look_up_timeout_s=0.02)
+    await quick.connect()
+    async with Redis.from_url(valkey_url) as client:
+        await client.execute_command("CLIENT", "PAUSE", "1500", "ALL")
+    with pytest.raises(OwnershipUnavailable, match=r"no answer within 0\.02 s"):
+        await quick.look_up([])
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                await quick.look_up([])
+                break
+            except OwnershipUnavailable:
+                await asyncio.sleep(0.1)
+    await quick.close()
+
+
+async def test_closing_a_busy_router_always_ends(ownership: RedisOwnershipMap) -> None:
+    class NoPrompts:
+        off_loop_bytes = 1000
+
+        def hashed(self, path: str, body: object, block_size: int) -> HashedPrompt:
+            return HashedPrompt(100, ())
+
+    for delay in range(40):
+        router = Router(f"r{delay}", NoPrompts(), ownership, RouterConfig(), time.monotonic)
+        await router.start()
+        placed = await router.route("/v1/completions", {}, 10, [ReplicaId("a")])
+        await asyncio.sleep(delay * 0.00002)
+        router.release(placed)
+        async with asyncio.timeout(10):
+            await router.close()

@@ -238,6 +238,35 @@ async def test_a_dead_map_is_not_asked_for_every_request(ownership: FlakyMap, cl
     await router.close()
 
 
+async def test_one_late_answer_does_not_stop_the_asking_but_several_in_a_row_do(
+    ownership: FlakyMap, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leases = await joined(ownership, *"abcd")
+    await own(ownership, leases["c"], 640)
+    router = await started(ownership, clock)
+    await router.route("/v1/completions", body(640), 300, REPLICAS)
+    late = 1
+
+    async def look_up(hashes: Sequence[BlockHash]) -> Snapshot:
+        nonlocal late
+        ownership.asked += 1
+        if late:
+            late -= 1
+            raise OwnershipUnavailable("late") from TimeoutError()
+        return await MemoryOwnershipMap.look_up(ownership, hashes)
+
+    monkeypatch.setattr(ownership, "look_up", look_up)
+    first = router.decide(await router.look_up("/v1/completions", body(640), 300), REPLICAS)
+    again = router.decide(await router.look_up("/v1/completions", body(640), 300), REPLICAS)
+    assert "late" in first.reason
+    assert again.predicted_cached_tokens == 39 * 16
+    late, ownership.asked = 100, 0
+    for _ in range(20):
+        await router.look_up("/v1/completions", body(640), 300)
+    assert ownership.asked == 3
+    await router.close()
+
+
 async def test_a_replica_with_another_block_size_gets_no_credit(ownership: FlakyMap, clock: Clock) -> None:
     await joined(ownership, "a", "b")
     odd = (await joined(ownership, "c", block_size=64))["c"]
