@@ -24,6 +24,7 @@ from replicas.sequence import Lost, Restarted
 from replicas.subscriber import Batch, Item, Subscriber
 from router.errors import Fenced, OwnershipUnavailable
 from router.ownership import Lease, OwnershipMap, ReplicaRecord, Write
+from router.tasks import end
 from router.types import BlockHash
 
 logger = logging.getLogger(__name__)
@@ -91,10 +92,8 @@ class Collector:
 
     async def close(self) -> None:
         """Stop and leave the map, so that no router gives credit any more. Waits for the map at most its time-out."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-            self._task = None
+        await end(self._task)
+        self._task = None
         lease, self.lease = self.lease, None
         if lease is not None:
             with suppress(OwnershipUnavailable):

@@ -13,12 +13,12 @@ class EngineConfig:
     """Raises ValueError naming the field. What is None is left to the engine's own default.
 
     `kind`: one of `KINDS`, or `package.module:Class` of something that makes an `Engine`.
-    `model`: what the engine loads, and the name under which blocks are hashed; `served_model_name`: what clients call
-    it, where that differs. `num_blocks`, `profile`, `speed` (simulated seconds per second) and `event_delay_s` are for
-    `emulated`; `tensor_parallel_size` and `gpu_memory_utilization` for `vllm`; `command` starts another `vllm` than
-    the one beside this Python. `args`: further flags of the engine's own command line; they win over the fields here.
-    `device`: where a `vllm` engine computes, one of `DEVICES`; auto is what the installed build of vLLM is for. `cpus`:
-    cores for one that computes on the CPU, all its workers together.
+    `model`: what the engine loads; `served_model_name`: what clients call it, where that differs. `num_blocks`,
+    `profile`, `speed` (simulated seconds per second) and `event_delay_s` are for `emulated`; `tensor_parallel_size`
+    and `gpu_memory_utilization` for `vllm`; `command` starts another `vllm` than the one beside this Python. `args`:
+    further flags of the engine's own command line; they win over the fields here. `device`: where a `vllm` engine
+    computes, one of `DEVICES`; auto is what the installed build of vLLM is for. `cpus`: cores for one that computes
+    on the CPU, all its workers together.
     `endpoints`: base URLs of `external` engines, one a replica, with their ZMQ `events_endpoints` and
     `replay_endpoints` in the same order (or none at all: then there is no credit for their blocks).
     """
@@ -46,6 +46,11 @@ class EngineConfig:
     endpoints: tuple[str, ...] = ()
     events_endpoints: tuple[str, ...] = ()
     replay_endpoints: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What clients call the model, and under which its blocks are hashed."""
+        return self.served_model_name or self.model
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS and ":" not in self.kind:

@@ -155,7 +155,7 @@ def reserve_port(host: str) -> socket.socket:
 
 
 def emulated_argv(config: EngineConfig, host: str, port: int, endpoints: EngineEndpoints) -> list[str]:
-    argv = [*(config.command or (sys.executable, "-m", "replicas.emulated")), "--model", config.model]
+    argv = [*(config.command or (sys.executable, "-m", "replicas.emulated")), "--model", config.name]
     argv += ["--host", host, "--port", str(port)]
     ours = {
         "--tokenizer": config.tokenizer or None,

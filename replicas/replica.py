@@ -58,7 +58,7 @@ class Replica:
         try:
             endpoints = await engine.start()
             facts = await _facts(endpoints.url, config)
-            record = ReplicaRecord(replica_id, config.model, facts.block_size or 0, endpoints.url)
+            record = ReplicaRecord(replica_id, config.name, facts.block_size or 0, endpoints.url)
             collector = Collector(ownership, record, endpoints.events, endpoints.replay, lease_s=lease_s)
             await collector.start()
         except BaseException:

@@ -24,6 +24,7 @@ from router.hashing import reusable_blocks
 from router.load import Bookings, Reservation
 from router.ownership import Lease, Match, OwnershipMap, RouterRecord, Snapshot
 from router.policies import Policy, Request, load_policy
+from router.tasks import end
 from router.trust import DOUBT, TrustBook
 from router.types import BlockHash, Decision, HashedPrompt, Load, ReplicaId, ReplicaView, Slot
 
@@ -113,10 +114,7 @@ class Router:
         self._teller = asyncio.create_task(self._keep_telling(), name="whohas-teller")
 
     async def close(self) -> None:
-        if self._teller is not None:
-            self._teller.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._teller
+        await end(self._teller)
         if self._lease is not None:
             with contextlib.suppress(OwnershipUnavailable):
                 await self._map.leave(self._lease)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from replicas.config import EngineConfig
 from router.config import RouterConfig
@@ -40,7 +40,8 @@ class IngressSection(BaseModel):
 class AppConfig(BaseModel):
     """One application: one model, one fleet.
 
-    `tokenizer`: a directory, a Hugging Face id, or "builtin"; empty means that of `model`. `fleet` names what shares
+    `model` is what clients call it, and, unless `engine.model` says otherwise, what the engines load. `tokenizer`: a
+    directory, a Hugging Face id, or "builtin"; empty means that of what is loaded. `fleet` names what shares
     the ownership map; empty means the model's name. `replicas` is a fixed number unless `autoscaling` is given.
     `drain_s`: how long a stopping replica may finish what it runs.
     """
@@ -66,4 +67,17 @@ class AppConfig(BaseModel):
     @property
     def engine_config(self) -> EngineConfig:
         """The engine's settings with what the whole application shares filled in."""
-        return replace(self.engine, model=self.model, tokenizer=self.tokenizer)
+        loaded = self.engine.model or self.model
+        served = "" if loaded == self.model else self.model
+        return replace(self.engine, model=loaded, served_model_name=served, tokenizer=self.tokenizer)
+
+    @property
+    def tokenizer_source(self) -> str:
+        """Where the router finds tokenizer and chat template: the engine's own files unless `tokenizer` is given."""
+        return self.tokenizer or self.engine.model or self.model
+
+    @model_validator(mode="after")
+    def _one_name(self) -> AppConfig:
+        if self.engine.served_model_name:
+            raise ValueError("engine.served_model_name is what `model` is for; what is loaded goes into engine.model")
+        return self

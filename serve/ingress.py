@@ -87,7 +87,7 @@ class Ingress:
             await self._map.connect()
         except OwnershipUnavailable as error:
             logger.warning("starting without the ownership map: %s", error)
-        load = partial(PromptEncoder.load, config.model, config.tokenizer, config.adapters, fast=True)
+        load = partial(PromptEncoder.load, config.model, config.tokenizer_source, config.adapters, fast=True)
         encoder = await asyncio.to_thread(load)
         self.router = Router(f"router-{self._name}", encoder, self._map, config.router, time.monotonic)
         await self.router.start()

@@ -17,6 +17,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from router.ownership import Snapshot
+from router.tasks import end
 
 _PERIOD_S = 2.0
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
@@ -92,10 +93,7 @@ class SharedMetrics:
         self._publisher = asyncio.create_task(self._publish(), name="whohas-metrics")
 
     async def close(self) -> None:
-        if self._publisher is not None:
-            self._publisher.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._publisher
+        await end(self._publisher)
         with contextlib.suppress(RedisError, OSError, TimeoutError):
             async with asyncio.timeout(self._timeout_s):
                 await self._redis.delete(f"{self._key}:{self._name}")

@@ -14,6 +14,7 @@ from replicas.replica import Replica
 from router.errors import OwnershipUnavailable
 from router.ownership.redis import RedisOwnershipMap
 from router.prompt import PromptEncoder
+from router.tasks import end
 from serve.autoscaling_policy import ONGOING
 from serve.config import AppConfig
 
@@ -32,7 +33,7 @@ class ReplicaActor:
             await self._map.connect()
         except OwnershipUnavailable as error:
             logger.warning("starting without the ownership map: %s", error)
-        encoder = await asyncio.to_thread(PromptEncoder.load, config.model, config.tokenizer, config.adapters)
+        encoder = await asyncio.to_thread(PromptEncoder.load, config.model, config.tokenizer_source, config.adapters)
         rank = context.rank.rank if context.rank is not None else 0
         self._replica = await Replica.start(
             context.replica_id.unique_id,
@@ -64,7 +65,7 @@ class ReplicaActor:
             await asyncio.sleep(_LOAD_PERIOD_S)
 
     async def __del__(self) -> None:
-        self._poller.cancel()
+        await end(self._poller)
         await self._replica.stop(self._drain_s)
         await self._map.close()
 

@@ -147,10 +147,10 @@ def _port(port: int) -> Check:
 
 def _model(app: AppConfig) -> tuple[PromptEncoder | None, list[Check]]:
     try:
-        encoder = PromptEncoder.load(app.model, app.tokenizer, app.adapters)
+        encoder = PromptEncoder.load(app.model, app.tokenizer_source, app.adapters)
     except ModelNotFound as error:
         return None, [Check("tokenizer", "wrong", str(error))]
-    checks = [Check("tokenizer", "ok", f"that of {app.tokenizer or app.model}")]
+    checks = [Check("tokenizer", "ok", f"that of {app.tokenizer_source}")]
     body = {"model": app.model, "messages": [{"role": "user", "content": "Hello"}]}
     try:
         tokens = encoder.prompt(CHAT_PATH, body).num_tokens

@@ -3,6 +3,7 @@ engine caches."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from uuid import uuid4
@@ -14,6 +15,9 @@ from router.ownership.redis import Member, RedisOwnershipMap
 from router.prompt import PromptEncoder
 from router.types import BlockHash, Slot
 from serve.cli.preflight import DEMO_MODEL
+
+_RENEWAL_S = 2.0
+"""A replica without KV events has heard of none by then; one with events has, by its own handshake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +31,10 @@ async def examine(redis: str, fleet: str, encoder: PromptEncoder | None, adapter
     """Raises `OwnershipUnavailable`. Without an `encoder` the fleet's own model name must say where its files are."""
     ownership = RedisOwnershipMap(redis, fleet, look_up_timeout_s=1.0)
     try:
-        members = await ownership.members()
-        living = [
-            (one, one.record) for one in members if isinstance(one.record, ReplicaRecord) and one.expires_in_s > 0
-        ]
+        living = await _living(ownership)
+        if any(record.seq < 0 for _, record in living):  # it may have joined just now: let it renew
+            await asyncio.sleep(_RENEWAL_S)
+            living = await _living(ownership)
         if not living:
             return [Line("fleet", False, f"{fleet}: no replica is running")]
         lines = [_block_sizes(fleet, [record for _, record in living])]
@@ -39,6 +43,11 @@ async def examine(redis: str, fleet: str, encoder: PromptEncoder | None, adapter
         return lines
     finally:
         await ownership.close()
+
+
+async def _living(ownership: RedisOwnershipMap) -> list[tuple[Member, ReplicaRecord]]:
+    members = await ownership.members()
+    return [(one, one.record) for one in members if isinstance(one.record, ReplicaRecord) and one.expires_in_s > 0]
 
 
 def _block_sizes(fleet: str, records: Sequence[ReplicaRecord]) -> Line:

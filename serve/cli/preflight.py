@@ -101,7 +101,7 @@ def check(config: AppConfig, port: int, *, own_redis: bool) -> None:
     if config.engine.kind == "vllm":
         _check_vllm(config)
     try:
-        PromptEncoder.load(config.model, config.tokenizer, config.adapters)
+        PromptEncoder.load(config.model, config.tokenizer_source, config.adapters)
     except ModelNotFound as error:
         raise Problem(str(error)) from error
 
