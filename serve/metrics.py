@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -20,6 +21,7 @@ from router.ownership import Snapshot
 from router.tasks import end
 
 _PERIOD_S = 2.0
+_COUNTS_S = 10.0
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 _ERRORS = (-16384, -4096, -1024, -256, -64, -1, 0, 64, 256, 1024, 4096, 16384)
 
@@ -79,7 +81,10 @@ class Metrics:
 
 
 class SharedMetrics:
-    """Everybody's figures through Redis. `key` is common to the fleet, `name` this process's own."""
+    """Everybody's figures through one hash in Redis, `key`; `name` is this process's own field.
+
+    A field holds the Unix time until which it counts, and the exposition.
+    """
 
     def __init__(self, metrics: Metrics, redis_url: str, key: str, name: str, timeout_s: float = 1.0) -> None:
         self._metrics = metrics
@@ -96,7 +101,7 @@ class SharedMetrics:
         await end(self._publisher)
         with contextlib.suppress(RedisError, OSError, TimeoutError):
             async with asyncio.timeout(self._timeout_s):
-                await self._redis.delete(f"{self._key}:{self._name}")
+                await self._redis.hdel(self._key, self._name)
         await self._redis.aclose()
 
     async def text(self) -> bytes:
@@ -110,18 +115,24 @@ class SharedMetrics:
         return generate_latest(registry)
 
     async def _others(self) -> dict[str, str]:
-        texts = {}
-        async for key in self._redis.scan_iter(match=_glob(self._key) + ":*", count=1000):
-            name = key.decode().rpartition(":")[2]
-            if name != self._name and (raw := await self._redis.get(key)):
-                texts[name] = bytes(raw).decode()  # type: ignore[arg-type]
+        told: dict[bytes, bytes] = await self._redis.hgetall(self._key)  # type: ignore[assignment]
+        texts, gone = {}, []
+        for name, value in told.items():
+            until, _, text = value.partition(b"\n")
+            if float(until) < time.time():
+                gone.append(name)
+            elif name.decode() != self._name:
+                texts[name.decode()] = text.decode()
+        if gone:
+            await self._redis.hdel(self._key, *gone)
         return texts
 
     async def _publish(self) -> None:
         while True:
             with contextlib.suppress(RedisError, OSError, TimeoutError):
                 async with asyncio.timeout(self._timeout_s):
-                    await self._redis.set(f"{self._key}:{self._name}", self._metrics.text(), px=int(_PERIOD_S * 5000))
+                    value = f"{time.time() + _COUNTS_S}\n{self._metrics.text()}"
+                    await self._redis.hset(self._key, self._name, value)
             await asyncio.sleep(_PERIOD_S)
 
 
@@ -140,7 +151,3 @@ class _Merged:
                     labels = {**sample.labels, "ingress": name}
                     merged.samples.append(sample._replace(labels=labels))
         yield from families.values()
-
-
-def _glob(literal: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[]" else c for c in literal)

@@ -135,7 +135,7 @@ async def test_a_stream_arrives_piece_by_piece_and_byte_for_byte(live: Live) -> 
         "messages": [{"role": "user", "content": "用中文介绍北京🙂"}],
         "stream": True,
         "stream_options": {"include_usage": True},
-        "max_tokens": 20,
+        "max_tokens": 100,
         "ignore_eos": True,
     }
     url = (await fleet_urls(live))[0]
@@ -146,7 +146,7 @@ async def test_a_stream_arrives_piece_by_piece_and_byte_for_byte(live: Live) -> 
     assert relayed["raw"].endswith(b"data: [DONE]\n\n")
     assert [strip(one) for one in relayed["events"]] == [strip(one) for one in direct["events"]]
     assert relayed["events"][-1]["choices"] == []
-    assert relayed["events"][-1]["usage"]["completion_tokens"] == 20
+    assert relayed["events"][-1]["usage"]["completion_tokens"] == 100
 
 
 async def events(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@
 --   P e           string  the last epoch given out
 --   P s           set     slots in use: of live members, and of ended ones until they are swept
 --   P d           set     slots of ended members, to be swept
+--   P x           hash    not used here: figures of the fleet's ingress processes
 --   P b HASH      string  who holds the block: sorted entries of 4 bytes, owner slot | claimant slot.
 --                         claimant 0: the owner's KV events say so; else: that router expects it to be computed there
 --   P w SLOT      list    journal of what the member in that slot wrote: entry | hash | hash ...  (the sweeper undoes it)
