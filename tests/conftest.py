@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import uuid
 from collections.abc import Iterator
 
 import pytest
 
 from serve.embedded_valkey import EmbeddedValkey
+
+# A shell that starts the tests in the background has SIGINT ignored, and every process that they start inherits that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

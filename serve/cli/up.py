@@ -64,7 +64,8 @@ def up(config: str | None, port: int | None, **options: Any) -> None:
 
 
 def _stop_when_told() -> None:
-    """SIGTERM ends it as Ctrl-C does."""
+    """SIGTERM ends it as Ctrl-C does, and SIGINT also where a shell had it ignored: for what runs in the background."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
 
 
