@@ -105,10 +105,12 @@ class SharedMetrics:
         await self._redis.aclose()
 
     async def text(self) -> bytes:
-        """The exposition of all ingress processes."""
+        """The exposition of all ingress processes. Whatever one scrape saw of a process, no later one sees less, even
+        where another process answers it: counters that went back would look like restarts."""
         texts = {self._name: self._metrics.text()}
         with contextlib.suppress(RedisError, OSError, TimeoutError):
             async with asyncio.timeout(self._timeout_s):
+                await self._tell(texts[self._name])
                 texts |= await self._others()
         registry = CollectorRegistry()
         registry.register(_Merged(texts.items()))
@@ -127,12 +129,14 @@ class SharedMetrics:
             await self._redis.hdel(self._key, *gone)
         return texts
 
+    async def _tell(self, text: str) -> None:
+        await self._redis.hset(self._key, self._name, f"{time.time() + _COUNTS_S}\n{text}")
+
     async def _publish(self) -> None:
         while True:
             with contextlib.suppress(RedisError, OSError, TimeoutError):
                 async with asyncio.timeout(self._timeout_s):
-                    value = f"{time.time() + _COUNTS_S}\n{self._metrics.text()}"
-                    await self._redis.hset(self._key, self._name, value)
+                    await self._tell(self._metrics.text())
             await asyncio.sleep(_PERIOD_S)
 
 

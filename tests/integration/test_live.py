@@ -37,7 +37,7 @@ def test_a_second_chat_lands_on_the_first_ones_replica_with_the_promised_hit(liv
     time.sleep(1.5)  # by now the events have told; the claim has long been forgotten
     third = live.chat(system, "And three?", max_tokens=4)
     assert third.replica == first.replica
-    assert third.cached == third.predicted == second.cached
+    assert third.cached == third.predicted >= second.cached
 
 
 def test_a_conversation_keeps_its_replica_and_its_answers_are_cached_too(live: Live) -> None:
@@ -278,17 +278,20 @@ def test_health_says_ready_and_not_degraded(live: Live) -> None:
     }
 
 
-def test_metrics_add_up_over_both_ingress_processes(live: Live) -> None:
-    def answered() -> float:
+def test_metrics_add_up_over_both_ingress_processes_and_never_go_back(live: Live) -> None:
+    def answered() -> dict[str, float]:
         text = live.request("GET", "/metrics").body.decode()
-        rows = [line for line in text.splitlines() if line.startswith("whohas_requests_total{")]
-        assert len({line.split('ingress="')[1].split('"')[0] for line in rows}) <= 2
-        return sum(float(line.rpartition(" ")[2]) for line in rows if 'status="200"' in line)
+        rows = [line for line in text.splitlines() if line.startswith("whohas_requests_total{") and '"200"' in line]
+        return {row.split('ingress="')[1].split('"')[0]: float(row.rpartition(" ")[2]) for row in rows}
 
-    before = answered()
+    seen, before = answered(), sum(answered().values())
     for _ in range(6):
         assert live.chat("Hello", max_tokens=1).status == 200
     end = time.monotonic() + 15
-    while answered() < before + 6 and time.monotonic() < end:
-        time.sleep(0.3)
-    assert answered() >= before + 6, live.request("GET", "/metrics").body.decode()
+    while sum(seen.values()) < before + 6:
+        assert time.monotonic() < end, seen
+        now = answered()
+        assert all(now[name] >= count for name, count in seen.items())
+        seen = now
+        time.sleep(0.1)
+    assert len(seen) == 2
