@@ -54,7 +54,7 @@ def app(policy: str, speed: float) -> dict[str, Any]:
         "engine": {"kind": "emulated", "num_blocks": NUM_BLOCKS, "speed": speed},
         "replicas": REPLICAS,
         # Look-ups have 20 ms; where engines, routers and load share two cores, that would cut many of them short.
-        "router": {"policy": policy, "look_up_timeout_s": 2.0},
+        "router": {"policy": policy},
         "drain_s": 1.0,
     }
 
