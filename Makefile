@@ -45,6 +45,7 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/uv build --quiet --wheel -o build .
 
 bench: install
 	$(BIN)/python -m tests.bench $(ARGS)
