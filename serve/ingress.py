@@ -223,7 +223,7 @@ class Ingress:
             if placement is not None:
                 self.router.first_token(placement)
 
-        extra = _decision_headers(decision, scope)
+        extra = _decision_headers(decision)
         try:
             status, cached = await self._upstream.relay(scope, send, candidate.url, raw, extra, on_first_chunk)
         except UpstreamFailed as error:
@@ -294,12 +294,11 @@ def explanation(decision: Decision) -> dict[str, Any]:
     }
 
 
-def _decision_headers(decision: Decision, scope: Scope) -> Headers:
-    headers = [
+def _decision_headers(decision: Decision) -> Headers:
+    return [
         (b"x-whohas-replica", decision.replica_id.encode()),
         (b"x-whohas-predicted-cached-tokens", b"%d" % decision.predicted_cached_tokens),
     ]
-    return headers
 
 
 async def _send(send: Send, status: int, body: bytes, content_type: bytes, extra: Headers | None = None) -> None:
