@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from router.branches import BranchBook
 from router.config import RouterConfig
 from router.errors import Fenced, OwnershipUnavailable, UnknownPrompt
 from router.hashing import reusable_blocks
@@ -100,6 +101,7 @@ class Router:
         self._turn = self._random.randrange(1 << 16)
         self._bookings = Bookings(config.claim_s)
         self._trust = TrustBook()
+        self._branches = BranchBook()
         self._lock = threading.Lock()  # Ray Serve may rank on another thread than the one that releases
         self._fleet = Snapshot()
         self._lease: Lease | None = None
@@ -161,6 +163,8 @@ class Router:
             uncached = max(0, asked.num_tokens - best.overlap_blocks * asked.block_size)
             claimed = asked.hashes[best.owned_blocks :] if asked.reusable else ()
             reservation = self._bookings.reserve(best.replica_id, slot, uncached, claimed, self._clock())
+            if held := _held_blocks(asked):
+                self._branches.note(asked.hashes[held - 1])
             self._turn += 1
         self._changed.set()
         return Placement(decision, reservation, _promised(asked, slot))
@@ -197,7 +201,15 @@ class Router:
     def _decide(self, asked: Asked, candidates: Sequence[ReplicaId]) -> Decision:
         slots, others = _slots(asked.snapshot), self._loads_of_others(asked.snapshot)
         views = [self._view(asked, replica, slots.get(replica), others) for replica in sorted(candidates)]
-        request = Request(asked.num_tokens, asked.block_size, self._random.random(), self._turn)
+        held = _held_blocks(asked)
+        request = Request(
+            asked.num_tokens,
+            asked.block_size,
+            draw=self._random.random(),
+            turn=self._turn,
+            burst_key=_burst_key(asked, views),
+            shared_blocks=held if held and self._branches.often(asked.hashes[held - 1]) else 0,
+        )
         ranked = self._policy.rank(request, views)
         predicted = ranked[0].view.overlap_blocks * asked.block_size
         return Decision(asked.num_tokens, predicted, ranked, _reason(asked, ranked[0].view, views))
@@ -271,9 +283,10 @@ class Router:
         try:
             if self._lease is None:
                 self._lease = await self._map.join(self.name, record, self._config.lease_s)
-            else:
+                await self._map.write(self._lease, writes)
+            else:  # claims first: who sees a replica busy must also see with what
+                await self._map.write(self._lease, writes)
                 await self._map.renew(self._lease, record, self._config.lease_s)
-            await self._map.write(self._lease, writes)
             self._written += sum(len(write.added) for write in writes)
             if self._written > _JOURNAL_BLOCKS:
                 self._lease, self._written = None, 0
@@ -310,6 +323,18 @@ def _block_size(snapshot: Snapshot) -> int:
     """The fleet's block size; where replicas differ, that of most of them. 0 while none is known."""
     sizes = Counter(record.block_size for record in snapshot.replicas.values())
     return sizes.most_common(1)[0][0] if sizes else 0
+
+
+def _held_blocks(asked: Asked) -> int:
+    """The longest prefix that anybody holds by its events."""
+    return max((match.owned for match in asked.snapshot.matches.values()), default=0)
+
+
+def _burst_key(asked: Asked, views: Sequence[ReplicaView]) -> int | None:
+    longest = max(view.overlap_blocks for view in views)
+    if longest <= max(view.owned_blocks for view in views):
+        return None
+    return int.from_bytes(asked.hashes[longest - 1][:4], "little")
 
 
 def _reason(asked: Asked, best: ReplicaView, views: Sequence[ReplicaView]) -> str:

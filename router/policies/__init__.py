@@ -15,12 +15,17 @@ class Request:
     """What a policy knows of a request. Sizes in tokens; `block_size` tokens a block.
 
     `draw` is a number in [0, 1) and `turn` counts the router's decisions: the only randomness and state there is.
+    `burst_key`: None, or, where the longest prefix found is still being computed, a number that is the same for all who
+    wait for it, whichever router they ask. `shared_blocks`: the longest prefix that anybody holds, in blocks, if many
+    prompts have been seen to part there; else 0.
     """
 
     num_tokens: int
     block_size: int
     draw: float = 0.0
     turn: int = 0
+    burst_key: int | None = None
+    shared_blocks: int = 0
 
 
 class Policy(Protocol):
