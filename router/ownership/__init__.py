@@ -85,11 +85,20 @@ class Snapshot:
     matches: Mapping[Slot, Match] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One member as the map has it. `expires_in_s` is 0 or less once its lease has lapsed."""
+
+    lease: Lease
+    record: Record
+    expires_in_s: float
+
+
 class OwnershipMap(Protocol):
     """Shared by routers and collectors of one fleet (application + model).
 
     Every method raises `OwnershipUnavailable` where the store can't be reached in time; `renew` and `write` raise
-    `Fenced` when the lease is no longer the member's current one.
+    `Fenced` when the lease is no longer the member's current one, or the store has lost writes that it had confirmed.
     """
 
     async def join(self, member: str, record: Record, lease_s: float) -> Lease: ...
@@ -100,7 +109,8 @@ class OwnershipMap(Protocol):
         """End the lease now. Never raises `Fenced`."""
 
     async def write(self, lease: Lease, writes: Sequence[Write]) -> None:
-        """Apply in order, each block idempotently."""
+        """Apply in order, each block idempotently. Raises `OwnershipFull` where there was no room for what was to be
+        added; what was to be removed is removed."""
 
     async def look_up(self, hashes: Sequence[BlockHash]) -> Snapshot:
         """Longest prefixes of this chain at every live replica, with all live records: one round trip."""
@@ -115,3 +125,10 @@ class Sweeper(Protocol):
     async def turn_journal(self, lease: Lease, done: bool) -> None:
         """Keep the memory of what was written in proportion to what is held: call with `done` False, write again all
         that still holds (credit goes on meanwhile), call with `done` True. Raises `Fenced`."""
+
+
+class Auditor(Protocol):
+    """For a store that may lose single blocks, as by eviction."""
+
+    async def missing(self, lease: Lease, hashes: Sequence[BlockHash]) -> list[BlockHash]:
+        """Those which the map does not list as the lease holder's own. Raises `Fenced`."""

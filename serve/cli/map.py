@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from router.errors import OwnershipUnavailable
-from router.ownership import ReplicaRecord, RouterRecord
-from router.ownership.redis import Member, RedisOwnershipMap, fleets
+from router.ownership import Member, ReplicaRecord, RouterRecord
+from router.ownership.redis import RedisOwnershipMap, fleets
 from router.types import Load
 from serve.cli import state
 from serve.config import DEFAULT_REDIS

@@ -16,7 +16,8 @@ from router.config import RouterConfig
 from router.errors import OwnershipUnavailable
 from router.hashing import chain, pack_token_ids, root_hash
 from router.ownership import Match, ReplicaRecord, Write
-from router.ownership.redis import RedisOwnershipMap, safe_url
+from router.ownership.client import safe_url
+from router.ownership.redis import RedisOwnershipMap
 from router.router import Router
 from router.types import HashedPrompt, ReplicaId
 
