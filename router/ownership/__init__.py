@@ -31,8 +31,10 @@ class Lease:
 class ReplicaRecord:
     """What a replica tells about itself with every `renew`.
 
-    `trusted` is False while its collector is not sure of its engine's blocks, and for good where its engine was found
-    not to cache what the router computes (`doubt` says what differs). Such a replica gets no credit.
+    `trusted` is False while its collector is not sure of its engine's blocks or of what the map says of them, and for
+    good where its engine was found not to cache what the router computes (`doubt` says what differs). Such a replica
+    gets no credit. `digest` is that of the `blocks` it holds (see `BlockSet`); `pending` of them, or of those that it
+    held, are still to be told.
     """
 
     replica_id: str
@@ -43,6 +45,8 @@ class ReplicaRecord:
     seq: int = -1
     trusted: bool = True
     doubt: str = ""
+    pending: int = 0
+    digest: int = 0
 
 
 @dataclass(frozen=True, slots=True)
