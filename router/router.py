@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from router.config import RouterConfig
-from router.errors import Fenced, OwnershipUnavailable, UnknownPrompt
+from router.errors import Fenced, OwnershipFull, OwnershipUnavailable, UnknownPrompt
 from router.hashing import reusable_blocks
 from router.load import Bookings, Reservation
 from router.ownership import Lease, Match, OwnershipMap, RouterRecord, Snapshot
@@ -273,7 +273,10 @@ class Router:
                 self._lease = await self._map.join(self.name, record, self._config.lease_s)
             else:
                 await self._map.renew(self._lease, record, self._config.lease_s)
-            await self._map.write(self._lease, writes)
+            try:
+                await self._map.write(self._lease, writes)
+            except OwnershipFull:  # others see less of what is claimed here; what is held still counts
+                self.counters["claims_refused"] += 1
             self._written += sum(len(write.added) for write in writes)
             if self._written > _JOURNAL_BLOCKS:
                 self._lease, self._written = None, 0

@@ -34,6 +34,7 @@ from router.errors import OwnershipUnavailable
 SCHEMES = r"^(rediss?(\+(sentinel|cluster))?|unix)://"
 """What a URL must begin with."""
 _MAX_CONNECTIONS = 2000
+_SCAN_COUNT = 2000
 _DEFAULT_PORTS = {"sentinel": 26379, "cluster": 6379}
 
 RawClient = redis_asyncio.Redis | RedisCluster
@@ -46,6 +47,9 @@ class Client(Protocol):
 
     async def call_everywhere(self, *command: Any) -> Sequence[Any]:
         """On all servers that may hold keys. Answers, or the errors they gave."""
+
+    async def scan(self, key: bytes, cursor: int, pattern: bytes) -> tuple[int, Sequence[bytes]]:
+        """Some keys of the server that has `key`, and the cursor to go on with, 0 at the end."""
 
     async def reconnect(self) -> None:
         """Drop all connections; the next command finds out anew where its server is."""
@@ -136,6 +140,10 @@ class _ServerClient:
         except ResponseError as error:
             return [error]
 
+    async def scan(self, key: bytes, cursor: int, pattern: bytes) -> tuple[int, Sequence[bytes]]:
+        cursor, keys = await self.call(key, "SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT)
+        return int(cursor), keys
+
     async def reconnect(self) -> None:
         await self._raw.connection_pool.disconnect()
 
@@ -166,6 +174,10 @@ class _ClusterClient:
             except ResponseError as error:
                 answers.append(error)
         return answers
+
+    async def scan(self, key: bytes, cursor: int, pattern: bytes) -> tuple[int, Sequence[bytes]]:
+        cursors, keys = await self.call(key, "SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT)
+        return int(next(iter(cursors.values()))), keys
 
     async def reconnect(self) -> None:
         await self._raw.aclose()
@@ -214,7 +226,7 @@ def advice(error: BaseException) -> str:
         return "no answer in time; is it overloaded, or is the address wrong?"
     if isinstance(error, ReadOnlyError):
         return f"it is a replica now ({text}); after a failover the address must lead to the new primary"
-    if "cluster support disabled" in text.lower():
+    if any(sign in text.lower() for sign in ("cluster support disabled", "cluster mode is not enabled")):
         return f"it is no cluster ({text}); use redis:// instead of redis+cluster://"
     if text.startswith("MOVED"):
         return f"it is one node of a cluster ({text}); use redis+cluster://"

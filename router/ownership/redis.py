@@ -179,13 +179,13 @@ class RedisOwnershipMap:
     async def holdings(self) -> AsyncIterator[list[tuple[BlockHash, bytes]]]:
         """All blocks with their entries (pairs of big-endian u16: owner slot, claimant slot or 0), in slices: a walk
         over all keys of the server, for an operator's check. What changes meanwhile may be seen or not."""
-        cursor: Any = 0
+        cursor, start = 0, len(self._prefix) + 1
         while True:
-            cursor, keys = await self._command("SCAN", cursor, "MATCH", self._prefix + b"b*", "COUNT", 2000)
-            values = await self._command("MGET", *keys) if keys else []
-            start = len(self._prefix) + 1
+            async with self._bounded():
+                cursor, keys = await self._client.scan(self._prefix, cursor, self._prefix + b"b*")
+                values = await self._client.call(self._prefix, "MGET", *keys) if keys else []
             yield [(BlockHash(key[start:]), value) for key, value in zip(keys, values, strict=True) if value]
-            if not int(cursor):
+            if not cursor:
                 return
 
     async def _call(self, function: str, *args: Any) -> Any:
@@ -197,10 +197,6 @@ class RedisOwnershipMap:
                     raise
                 await self._load()  # a server restarted empty, or flushed, or another one of a cluster
                 return await self._fcall(function, args)
-
-    async def _command(self, *command: Any) -> Any:
-        async with self._bounded():
-            return await self._client.call(self._prefix, *command)
 
     @asynccontextmanager
     async def _bounded(self, member: str = "") -> AsyncIterator[None]:

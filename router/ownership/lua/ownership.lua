@@ -185,8 +185,7 @@ local function missing(keys, args)
   for j = 1, #args[3], HASH_BYTES do
     local hash = sub(args[3], j, j + HASH_BYTES - 1)
     local entries = call('GET', p .. 'b' .. hash)
-    local found = false
-    if entries then _, found = find_entry(entries, entry) end
+    local _, found = find_entry(entries or '', entry)
     if not found then gone[#gone + 1] = hash end
   end
   return table.concat(gone)
