@@ -91,11 +91,13 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One member as the map has it. `expires_in_s` is 0 or less once its lease has lapsed."""
+    """One member as the map has it. `expires_in_s` is 0 or less once its lease has lapsed, at `expires_at` (ms) by the
+    store's clock."""
 
     lease: Lease
     record: Record
     expires_in_s: float
+    expires_at: float
 
 
 class OwnershipMap(Protocol):

@@ -161,7 +161,7 @@ class RedisOwnershipMap:
             expires_at, epoch, slot, kind = _HEADER.unpack_from(raw)
             lease = Lease(name.decode(), _KINDS[kind], Slot(slot), int(epoch))
             record = _decode_record(kind, raw[_HEADER.size :])
-            found.append(Member(lease, record, (expires_at - float(now)) / 1000))
+            found.append(Member(lease, record, (expires_at - float(now)) / 1000, expires_at))
         return sorted(found, key=lambda member: (member.lease.kind, member.lease.member))
 
     async def sweep(self, max_blocks: int, grace_s: float = 10.0) -> int:
