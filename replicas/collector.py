@@ -49,9 +49,10 @@ class Collector:
         max_pending: int = 65_536,
         retry_s: tuple[float, float] = (0.1, 2.0),
         clock: Callable[[], float] = time.monotonic,
+        subscribe: Callable[[str, str | None], Subscriber] = Subscriber,
     ) -> None:
         self._record = record
-        self._events, self._replay = events, replay
+        self._events, self._replay, self._subscribe = events, replay, subscribe
         self._lease_s, self._retry_s, self._clock = lease_s, retry_s, clock
         self.counters: Counter[str] = Counter()
         self._blocks = self._new_blocks()
@@ -157,7 +158,7 @@ class Collector:
 
     async def _read(self, events: str) -> None:
         self._retire(self._subscriber)
-        self._subscriber = subscriber = Subscriber(events, self._replay)
+        self._subscriber = subscriber = self._subscribe(events, self._replay)
         async with subscriber as items:
             async for item in items:
                 self._on_item(item)

@@ -100,18 +100,18 @@ def _show(name: str, members: list[Member]) -> None:
     routers = [one for one in members if isinstance(one.record, RouterRecord)]
     click.echo(f"{name}: {len(replicas)} replicas, {len(routers)} routers")
     click.echo(
-        f"  {'replica':<20}{'epoch':>12}{'lease':>8}{'blocks':>9}{'seq':>9}{'waiting':>9}{'decoding':>10}"
+        f"  {'replica':<20}{'epoch':>15}{'lease':>8}{'blocks':>9}{'seq':>9}{'waiting':>9}{'decoding':>10}"
         f"{'prefill tokens':>16}  url"
     )
     for member, record in replicas:
         load = loads.get(member.lease.slot, Load())
         mark = "" if record.trusted else f"  no credit: {record.doubt or 'not sure of its blocks just now'}"
         click.echo(
-            f"  {record.replica_id:<20}{member.lease.epoch:>12}{_lease(member):>8}{record.blocks:>9}{record.seq:>9}"
+            f"  {record.replica_id:<20}{member.lease.epoch:>15}{_lease(member):>8}{record.blocks:>9}{record.seq:>9}"
             f"{load.num_waiting:>9}{load.num_decoding:>10}{load.prefill_tokens:>16}  {record.url}{mark}"
         )
     for member in routers:
-        click.echo(f"  {member.lease.member:<20}{member.lease.epoch:>12}{_lease(member):>8}")
+        click.echo(f"  {member.lease.member:<20}{member.lease.epoch:>15}{_lease(member):>8}")
 
 
 def _lease(member: Member) -> str:

@@ -17,7 +17,6 @@ from uuid import uuid4
 import msgspec
 import pytest
 
-from replicas import collector as collector_module
 from replicas.collector import Collector
 from replicas.subscriber import Batch, Item, Subscriber
 from router.config import RouterConfig
@@ -32,6 +31,8 @@ pytestmark = pytest.mark.integration
 
 B = 16
 DEADLINE_S = 60.0
+# On a machine of any speed: no question twice for being late, and none that wasn't asked for.
+_PATIENT = partial(Subscriber, replay_timeout_s=DEADLINE_S, probe_s=DEADLINE_S)
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "kv_event_fixtures.jsonl"
 CASES = {case["name"]: case for case in map(json.loads, FIXTURES.read_text().splitlines())}
 
@@ -110,7 +111,8 @@ class World:
         return self.publishers[name]
 
     async def collect(self, name: str, *, replay: bool = True) -> Collector:
-        collector = Collector(self.ownership, ReplicaRecord(name, "m", B), *self._endpoints(name, replay))
+        record = ReplicaRecord(name, "m", B)
+        collector = Collector(self.ownership, record, *self._endpoints(name, replay), subscribe=_PATIENT)
         self.collectors[name] = collector
         await collector.start()
         return collector
@@ -139,10 +141,7 @@ class World:
 
 
 @pytest.fixture
-async def world(valkey_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    # On a machine of any speed: no question twice for being late, and none that wasn't asked for.
-    quiet = partial(Subscriber, replay_timeout_s=DEADLINE_S, probe_s=DEADLINE_S)
-    monkeypatch.setattr(collector_module, "Subscriber", quiet)
+async def world(valkey_url: str, fleet: str) -> AsyncIterator[World]:
     world = World(valkey_url, fleet)
     await world.ownership.connect()
     await world.router.start()

@@ -88,12 +88,11 @@ local function put(key, entry)
   if not found then call('SET', key, sub(entries, 1, at - 1) .. entry .. sub(entries, at)) end
 end
 
--- An epoch is a second's number or more, so that a server that lost or forgot some gives out none again; slots go round.
+-- An epoch is the time in milliseconds, or more, so that a server that lost or forgot some gives out none again.
 local function next_epoch(p)
-  local epoch = redis.call('INCR', p .. 'e')
-  local seconds = tonumber(redis.call('TIME')[1])
-  if epoch < seconds then
-    epoch = seconds
+  local epoch, now = redis.call('INCR', p .. 'e'), now_ms()
+  if epoch < now then
+    epoch = now
     redis.call('SET', p .. 'e', string.format('%d', epoch))
   end
   return epoch
