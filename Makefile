@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 STAMP_VLLM := $(VENV)/.installed-vllm
 
-.PHONY: install install-vllm up test check bench lock lock-vllm clean
+.PHONY: install install-vllm up test faults check bench lock lock-vllm clean
 
 install: $(STAMP)
 
@@ -39,6 +39,10 @@ up: install
 
 test: install install-vllm
 	$(BIN)/pytest $(ARGS)
+
+# Seeded random faults; `make faults ARGS="--seeds 100-140 --seconds 20 --faults 30"` for more.
+faults: install
+	$(BIN)/python -m tests.faults $(ARGS)
 
 check: install
 	$(BIN)/ruff check .

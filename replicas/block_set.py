@@ -83,6 +83,8 @@ class BlockSet:
         # Two engine hashes can be one block to whohas (a reloaded adapter), so publications are counted.
         self._published: dict[BlockHash, int] = {}
         self._net: dict[BlockHash, bool] = {}
+        self.digest = 0
+        """Of what is published: the exclusive or of every hash's first 8 bytes, big-endian."""
 
     @property
     def published(self) -> AbstractSet[BlockHash]:
@@ -308,6 +310,7 @@ class BlockSet:
                 stack.extend(child for child in node.children if child.published)
 
     def _note(self, own: BlockHash, *, there: bool) -> None:
+        self.digest ^= int.from_bytes(own[:8])
         if own in self._net:
             del self._net[own]
         else:

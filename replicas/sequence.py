@@ -131,14 +131,17 @@ class SequenceTracker:
             self._next = seq
         if seq < self._next:
             return []
+        steps: list[Step] = []
         if seq > self._next:
-            if replay.messages == 1:
-                return self._give_up(f"the publisher's buffer begins at {seq}, {self._next} was needed")
-            return self._again(f"a replay went from {self._next - 1} to {seq}")
+            if replay.messages > 1 and self._attempts < self.max_attempts:
+                return self._again(f"a replay went from {self._next - 1} to {seq}")
+            # Older ones are gone from the publisher's buffer, and asking from 0 would lead to the same hole again.
+            steps.append(self._lose(f"the publisher has {seq}, but not {self._next}"))
+            replay.verify = False
         self._attempts = 0
         if self._last_live is None or seq > self._last_live[0]:
             self._ahead.append((seq, hash(payload)))
-        return [self._take(seq, payload)]
+        return [*steps, self._take(seq, payload)]
 
     def replay_ended(self) -> list[Step]:
         replay, self._replay = self._replay, None
@@ -224,7 +227,7 @@ class SequenceTracker:
 
     def _give_up(self, reason: str) -> list[Step]:
         self._attempts = 0
-        self._replay = None
+        answered, self._replay = self._replay is None, None
         if not self._replay_ever_answered and (self._held or self._next is not None):
             self.can_replay = False
             self.counters["replay_given_up"] += 1
@@ -232,10 +235,19 @@ class SequenceTracker:
             if self._held:
                 return list(self._drain())
             return [self._ask(fresh=True)]
+        lost = self._lose(reason)
+        if (
+            answered or not self.can_replay
+        ):  # the publisher has no more than it sent: the next replay would end here too
+            return [lost, *self._drain()]
+        return [lost, self._ask(fresh=True)]
+
+    def _lose(self, reason: str) -> Lost:
         self._next = None
+        self._attempts = 0
         self._ahead.clear()
         self.counters["lost"] += 1
-        return [Lost(reason), *([self._ask(fresh=True)] if self.can_replay else self._drain())]
+        return Lost(reason)
 
     def _restart(self, first: Message | None) -> list[Step]:
         self._forget_stream(first)

@@ -105,16 +105,16 @@ class Subscriber:
         for item in self._perform(self.tracker.start()):
             yield item
         while True:
-            for item in self._check_time():
-                yield item
             await self._poller.poll(self._wait_ms())
             burst_ends = self._clock() + _BURST_S
-            while self._clock() < burst_ends:
-                steps = self._receive_any(sub, monitor)
-                if steps is None:
-                    break
+            steps = self._receive_any(sub, monitor)
+            if steps is None:  # only now: where this process was late, what had arrived by then is in time
+                for item in self._check_time():
+                    yield item
+            while steps is not None:
                 for item in self._perform(steps):
                     yield item
+                steps = self._receive_any(sub, monitor) if self._clock() < burst_ends else None
             await asyncio.sleep(0)  # a poll that finds something doesn't let others run
 
     # --- sockets ----------------------------------------------------------------------------------------------------

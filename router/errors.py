@@ -33,8 +33,13 @@ class OwnershipUnavailable(RouterError):
     """Redis did not answer in time, refused, or answered nonsense. Callers go on from load."""
 
 
+class OwnershipFull(OwnershipUnavailable):
+    """The store has no memory for what was to be added; everything else is done. What it holds goes on to count."""
+
+
 class Fenced(RouterError):
-    """This member's lease ended or a newer incarnation took its place: nothing was written. Join again."""
+    """This member's lease ended, a newer incarnation took its place, or the store lost some of its writes: nothing was
+    written. Join again."""
 
     def __init__(self, member: str) -> None:
         super().__init__(f"{member} no longer holds its lease")

@@ -20,10 +20,10 @@ from typing import Any, Protocol
 
 from router.branches import BranchBook
 from router.config import RouterConfig
-from router.errors import Fenced, OwnershipUnavailable, UnknownPrompt
+from router.errors import Fenced, OwnershipFull, OwnershipUnavailable, UnknownPrompt
 from router.hashing import reusable_blocks
 from router.load import Bookings, Reservation
-from router.ownership import Lease, Match, OwnershipMap, RouterRecord, Snapshot
+from router.ownership import Lease, Match, OwnershipMap, RouterRecord, Snapshot, Write
 from router.policies import Policy, Request, load_policy
 from router.tasks import end
 from router.trust import DOUBT, TrustBook
@@ -283,9 +283,9 @@ class Router:
         try:
             if self._lease is None:
                 self._lease = await self._map.join(self.name, record, self._config.lease_s)
-                await self._map.write(self._lease, writes)
+                await self._write(self._lease, writes)
             else:  # claims first: who sees a replica busy must also see with what
-                await self._map.write(self._lease, writes)
+                await self._write(self._lease, writes)
                 await self._map.renew(self._lease, record, self._config.lease_s)
             self._written += sum(len(write.added) for write in writes)
             if self._written > _JOURNAL_BLOCKS:
@@ -301,6 +301,12 @@ class Router:
             self._unavailable(error)
             return False
         return True
+
+    async def _write(self, lease: Lease, claims: Sequence[Write]) -> None:
+        try:
+            await self._map.write(lease, claims)
+        except OwnershipFull:  # others see less of what is claimed here; what is held still counts
+            self.counters["claims_refused"] += 1
 
 
 def _slots(snapshot: Snapshot) -> dict[str, Slot]:

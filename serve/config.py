@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from replicas.config import EngineConfig
 from router.config import RouterConfig
+from router.ownership.client import SCHEMES
 
 DEFAULT_REDIS = "redis://127.0.0.1:6379/0"
 
@@ -52,7 +53,7 @@ class AppConfig(BaseModel):
     tokenizer: str = ""
     adapters: tuple[str, ...] = ()
     engine: EngineConfig = EngineConfig()
-    redis: str = Field(DEFAULT_REDIS, pattern=r"^(rediss?|unix)://")
+    redis: str = Field(DEFAULT_REDIS, pattern=SCHEMES)
     fleet: str = ""
     replicas: int = Field(default=1, ge=1)
     autoscaling: AutoscalingSection | None = None

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from router.ownership import Snapshot
+from router.ownership.client import make_raw_client
 from router.tasks import end
 
 _PERIOD_S = 2.0
@@ -91,7 +91,7 @@ class SharedMetrics:
         self._key = key
         self._name = name
         self._timeout_s = timeout_s
-        self._redis = Redis.from_url(redis_url, socket_timeout=None, socket_connect_timeout=timeout_s)
+        self._redis = make_raw_client(redis_url, timeout_s)
         self._publisher: asyncio.Task[None] | None = None
 
     def start(self) -> None:

@@ -31,8 +31,10 @@ class Lease:
 class ReplicaRecord:
     """What a replica tells about itself with every `renew`.
 
-    `trusted` is False while its collector is not sure of its engine's blocks, and for good where its engine was found
-    not to cache what the router computes (`doubt` says what differs). Such a replica gets no credit.
+    `trusted` is False while its collector is not sure of its engine's blocks or of what the map says of them, and for
+    good where its engine was found not to cache what the router computes (`doubt` says what differs). Such a replica
+    gets no credit. `digest` is that of the `blocks` it holds (see `BlockSet`); `pending` of them, or of those that it
+    held, are still to be told.
     """
 
     replica_id: str
@@ -43,6 +45,8 @@ class ReplicaRecord:
     seq: int = -1
     trusted: bool = True
     doubt: str = ""
+    pending: int = 0
+    digest: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +89,22 @@ class Snapshot:
     matches: Mapping[Slot, Match] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One member as the map has it. `expires_in_s` is 0 or less once its lease has lapsed, at `expires_at` (ms) by the
+    store's clock."""
+
+    lease: Lease
+    record: Record
+    expires_in_s: float
+    expires_at: float
+
+
 class OwnershipMap(Protocol):
     """Shared by routers and collectors of one fleet (application + model).
 
     Every method raises `OwnershipUnavailable` where the store can't be reached in time; `renew` and `write` raise
-    `Fenced` when the lease is no longer the member's current one.
+    `Fenced` when the lease is no longer the member's current one, or the store has lost writes that it had confirmed.
     """
 
     async def join(self, member: str, record: Record, lease_s: float) -> Lease: ...
@@ -100,7 +115,8 @@ class OwnershipMap(Protocol):
         """End the lease now. Never raises `Fenced`."""
 
     async def write(self, lease: Lease, writes: Sequence[Write]) -> None:
-        """Apply in order, each block idempotently."""
+        """Apply in order, each block idempotently. Raises `OwnershipFull` where there was no room for what was to be
+        added; what was to be removed is removed."""
 
     async def look_up(self, hashes: Sequence[BlockHash]) -> Snapshot:
         """Longest prefixes of this chain at every live replica, with all live records: one round trip."""
@@ -115,3 +131,10 @@ class Sweeper(Protocol):
     async def turn_journal(self, lease: Lease, done: bool) -> None:
         """Keep the memory of what was written in proportion to what is held: call with `done` False, write again all
         that still holds (credit goes on meanwhile), call with `done` True. Raises `Fenced`."""
+
+
+class Auditor(Protocol):
+    """For a store that may lose single blocks, as by eviction."""
+
+    async def missing(self, lease: Lease, hashes: Sequence[BlockHash]) -> list[BlockHash]:
+        """Those which the map does not list as the lease holder's own. Raises `Fenced`."""

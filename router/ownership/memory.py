@@ -86,6 +86,11 @@ class MemoryOwnershipMap:
     async def turn_journal(self, lease: Lease, done: bool) -> None:
         self._current(lease)  # there is no journal here
 
+    async def missing(self, lease: Lease, hashes: Sequence[BlockHash]) -> list[BlockHash]:
+        self._current(lease)
+        entry = (lease.slot, _NO_CLAIMANT)
+        return [block for block in hashes if entry not in self._holders.get(block, ())]
+
     def _current(self, lease: Lease) -> _Member:
         member = self._members.get(lease.member)
         if member is None or member.lease != lease:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager
 from functools import lru_cache
 from hashlib import blake2b
 from importlib.resources import files
 from typing import Any
 
 import msgspec
-from redis import asyncio as redis_asyncio
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
 
-from router.errors import Fenced, OwnershipUnavailable
+from router.errors import Fenced, OwnershipFull, OwnershipUnavailable
 from router.hashing import HashChain
-from router.ownership import Kind, Lease, Match, Record, ReplicaRecord, RouterRecord, Snapshot, Write
+from router.ownership import Kind, Lease, Match, Member, Record, ReplicaRecord, RouterRecord, Snapshot, Write
+from router.ownership.client import ERRORS, advice, make_client, safe_url
+from router.tasks import end
 from router.types import BlockHash, Slot
 
 _SCHEMA = 1
@@ -27,6 +27,9 @@ _HEADER = struct.Struct(">ddHB")
 _ENTRIES = struct.Struct(">HH")
 _SLOT = struct.Struct(">H")
 _FLEETS = f"wh{_SCHEMA}:fleets"
+_HASH_BYTES = 16
+_READING = ("look_up", "missing")
+_MAX_LATE = 256
 _HASHES_A_CALL = 1024
 """A call holds the server for about 2 us a block: longer lists are cut, so that look-ups get in between."""
 
@@ -43,20 +46,12 @@ def key_prefix(fleet: str) -> str:
     return f"{{wh{_SCHEMA}:{blake2b(fleet.encode(), digest_size=4).hexdigest()}}}"
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One member as the map has it. `expires_in_s` is 0 or less once its lease has lapsed."""
-
-    lease: Lease
-    record: Record
-    expires_in_s: float
-
-
 class RedisOwnershipMap:
-    """Implements `OwnershipMap` and `Sweeper`.
+    """Implements `OwnershipMap`, `Sweeper` and `Auditor`.
 
-    `fleet` names application and model; fleets never see each other. `timeout_s` bounds every call but a connect's
-    first, `connect`; there the functions are loaded and the server is checked.
+    `url`: see `router.ownership.client`. `fleet` names application and model; fleets never see each other. `timeout_s`
+    bounds every call but a connect's first, `connect`; there the functions are loaded and the server is checked.
+    `look_up_timeout_s` is how long a caller waits for a look-up; the answer may come later, to keep the connection.
     """
 
     def __init__(self, url: str, fleet: str, timeout_s: float = 1.0, look_up_timeout_s: float = 0.02) -> None:
@@ -66,22 +61,23 @@ class RedisOwnershipMap:
         self._look_up_timeout_s = look_up_timeout_s
         self._prefix = key_prefix(fleet).encode()
         self._name, self._code = _library()
-        # With a socket time-out redis-py wraps each send in asyncio.wait_for, which can swallow a cancellation; `_call`
-        # bounds every call as a whole.
-        self._client = redis_asyncio.Redis.from_url(
-            url, protocol=2, socket_timeout=None, socket_connect_timeout=timeout_s
-        )
+        self._client = make_client(url, timeout_s)
+        self._writes: dict[str, int] = {}  # by member: how many of its incarnation's the server has confirmed
+        self._late: set[asyncio.Task[Any]] = set()
 
     async def connect(self) -> None:
         """Load the functions. Raises `OwnershipUnavailable` with what to do about it."""
         try:
             async with asyncio.timeout(max(5.0, self._timeout_s)):
                 await self._load()
-                await self._client.sadd(_FLEETS, self._fleet)
-        except (RedisError, OSError, TimeoutError) as error:
-            raise OwnershipUnavailable(f"Redis at {safe_url(self.url)}: {_advice(error)}") from error
+                await self._client.call(_FLEETS, "SADD", _FLEETS, self._fleet)
+                await self._fcall("look_up", [b""])
+        except ERRORS as error:
+            raise OwnershipUnavailable(f"Redis at {safe_url(self.url)}: {advice(error)}") from error
 
     async def close(self) -> None:
+        for task in tuple(self._late):
+            await end(task)
         await self._client.aclose()
 
     async def join(self, member: str, record: Record, lease_s: float) -> Lease:
@@ -89,19 +85,37 @@ class RedisOwnershipMap:
         slot, epoch = await self._call(
             "join", member, _KINDS.index(kind), msgspec.msgpack.encode(record), _milliseconds(lease_s)
         )
+        self._writes[member] = 0
         return Lease(member, kind, Slot(slot), int(epoch))
 
     async def renew(self, lease: Lease, record: Record, lease_s: float) -> None:
         info = msgspec.msgpack.encode(record)
-        kind = _KINDS.index(lease.kind)
-        await self._call("renew", lease.member, lease.epoch, kind, info, _milliseconds(lease_s))
+        kind, writes = _KINDS.index(lease.kind), self._writes.get(lease.member, 0)
+        await self._call("renew", lease.member, lease.epoch, kind, info, _milliseconds(lease_s), writes)
 
     async def leave(self, lease: Lease) -> None:
         await self._call("leave", lease.member, lease.epoch)
 
     async def write(self, lease: Lease, writes: Sequence[Write]) -> None:
+        refused = 0
         for part in _parts(writes):
-            await self._call("write", lease.member, lease.epoch, *part)
+            refused += await self._write_part(lease, part)
+        if refused:
+            raise OwnershipFull(f"Redis: its memory is full, {refused} blocks were not added; raise maxmemory")
+
+    async def _write_part(self, lease: Lease, part: list[bytes]) -> int:
+        """How many blocks the server had no room for."""
+        number = self._writes.get(lease.member, 0) + 1
+        added = sum(map(len, part[2::3])) // _HASH_BYTES
+        try:
+            await self._call("write" if added else "remove", lease.member, lease.epoch, number, *part)
+        except OwnershipFull:
+            if any(part[1::3]):
+                part[2::3] = [b""] * (len(part) // 3)
+                await self._write_part(lease, part)
+            return added
+        self._writes[lease.member] = number
+        return 0
 
     async def turn_journal(self, lease: Lease, done: bool) -> None:
         await self._call("turn_journal", lease.member, lease.epoch, int(done))
@@ -113,19 +127,31 @@ class RedisOwnershipMap:
 
     async def _within(self, timeout_s: float, call: Coroutine[Any, Any, Any]) -> Any:
         """A limit on the server's time rather than on ours: where this process's own event loop was late, an answer
-        that has arrived meanwhile still counts."""
+        that has arrived meanwhile still counts. What is late goes on alone (`_call` bounds it): cut short, it would
+        cost its connection, and the next one the time to open another, which may take longer than the limit.
+        """
         task = asyncio.ensure_future(call)
         try:
             await asyncio.wait({task}, timeout=timeout_s)
             for _ in range(3):  # turns of the loop: sockets are read, then the waiting are woken
                 if not task.done():
                     await asyncio.sleep(0)
-        finally:
-            if not task.done():
-                task.cancel()
-        if task.cancelled() or not task.done():
-            raise OwnershipUnavailable(f"Redis: no answer within {timeout_s:g} s") from TimeoutError()
-        return task.result()
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        if task.done():
+            return task.result()
+        if len(self._late) < _MAX_LATE:
+            self._late.add(task)
+            task.add_done_callback(self._was_late)
+        else:
+            task.cancel()
+        raise OwnershipUnavailable(f"Redis: no answer within {timeout_s:g} s") from TimeoutError()
+
+    def _was_late(self, task: asyncio.Task[Any]) -> None:
+        self._late.discard(task)
+        if not task.cancelled():
+            task.exception()  # nobody waits for it any more
 
     async def members(self) -> list[Member]:
         """Everybody, replicas first, in order of their names; also those whose lease has lapsed."""
@@ -135,70 +161,79 @@ class RedisOwnershipMap:
             expires_at, epoch, slot, kind = _HEADER.unpack_from(raw)
             lease = Lease(name.decode(), _KINDS[kind], Slot(slot), int(epoch))
             record = _decode_record(kind, raw[_HEADER.size :])
-            found.append(Member(lease, record, (expires_at - float(now)) / 1000))
+            found.append(Member(lease, record, (expires_at - float(now)) / 1000, expires_at))
         return sorted(found, key=lambda member: (member.lease.kind, member.lease.member))
 
     async def sweep(self, max_blocks: int, grace_s: float = 10.0) -> int:
         """`grace_s`: how long after its lease lapsed a member may still come back without writing all anew."""
         return int(await self._call("sweep", max_blocks, _milliseconds(grace_s)))
 
+    async def missing(self, lease: Lease, hashes: Sequence[BlockHash]) -> list[BlockHash]:
+        found: list[BlockHash] = []
+        for start in range(0, len(hashes), _HASHES_A_CALL):
+            asked = b"".join(hashes[start : start + _HASHES_A_CALL])
+            gone = await self._call("missing", lease.member, lease.epoch, asked)
+            found += [BlockHash(gone[i : i + _HASH_BYTES]) for i in range(0, len(gone), _HASH_BYTES)]
+        return found
+
+    async def holdings(self) -> AsyncIterator[list[tuple[BlockHash, bytes]]]:
+        """All blocks with their entries (pairs of big-endian u16: owner slot, claimant slot or 0), in slices: a walk
+        over all keys of the server, for an operator's check. What changes meanwhile may be seen or not."""
+        cursor, start = 0, len(self._prefix) + 1
+        while True:
+            async with self._bounded():
+                cursor, keys = await self._client.scan(self._prefix, cursor, self._prefix + b"b*")
+                values = await self._client.call(self._prefix, "MGET", *keys) if keys else []
+            yield [(BlockHash(key[start:]), value) for key, value in zip(keys, values, strict=True) if value]
+            if not cursor:
+                return
+
     async def _call(self, function: str, *args: Any) -> Any:
+        async with self._bounded(str(args[0])):
+            try:
+                return await self._fcall(function, args)
+            except ResponseError as error:
+                if "Function not found" not in str(error):
+                    raise
+                await self._load()  # a server restarted empty, or flushed, or another one of a cluster
+                return await self._fcall(function, args)
+
+    @asynccontextmanager
+    async def _bounded(self, member: str = "") -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(self._timeout_s):
-                try:
-                    return await self._fcall(function, args)
-                except ResponseError as error:
-                    if "Function not found" not in str(error):
-                        raise
-                    await self._load()  # a server restarted empty, or flushed
-                    return await self._fcall(function, args)
-        except ResponseError as error:
+                yield
+        except OutOfMemoryError as error:
+            raise OwnershipFull(f"Redis: {advice(error)}") from error
+        except ReadOnlyError as error:
+            # The address may lead to the new primary by now; open connections stay with the old one.
+            await self._client.reconnect()
+            raise OwnershipUnavailable(f"Redis: {advice(error)}") from error
+        except ERRORS as error:
             if str(error).startswith("FENCED"):
-                raise Fenced(str(args[0])) from None
-            raise OwnershipUnavailable(f"Redis: {_advice(error)}") from error
-        except (RedisError, OSError, TimeoutError) as error:
-            raise OwnershipUnavailable(f"Redis: {_advice(error)}") from error
+                raise Fenced(member) from None
+            raise OwnershipUnavailable(f"Redis: {advice(error)}") from error
 
     async def _fcall(self, function: str, args: Sequence[Any]) -> Any:
-        command = "FCALL_RO" if function == "look_up" else "FCALL"
-        return await self._client.execute_command(  # type: ignore[no-untyped-call]
-            command, f"{self._name}_{function}", 1, self._prefix, *args
-        )
+        command = "FCALL_RO" if function in _READING else "FCALL"
+        return await self._client.call(self._prefix, command, f"{self._name}_{function}", 1, self._prefix, *args)
 
     async def _load(self) -> None:
-        try:
-            await self._client.function_load(self._code)
-        except ResponseError as error:
-            if "already exists" not in str(error):
-                raise
+        for answer in await self._client.call_everywhere("FUNCTION LOAD", self._code):
+            if isinstance(answer, Exception) and "already exists" not in str(answer):
+                raise answer
 
 
 async def fleets(url: str, timeout_s: float = 5.0) -> list[str]:
     """Names of the fleets that have used this server. Raises `OwnershipUnavailable`."""
-    client = redis_asyncio.Redis.from_url(url, protocol=2, socket_connect_timeout=timeout_s, socket_timeout=timeout_s)
+    client = make_client(url, timeout_s)
     try:
-        return sorted(bytes(name).decode() for name in await client.smembers(_FLEETS))  # type: ignore[arg-type]
-    except (RedisError, OSError, TimeoutError) as error:
-        raise OwnershipUnavailable(f"Redis at {safe_url(url)}: {_advice(error)}") from error
+        async with asyncio.timeout(timeout_s):
+            return sorted(bytes(name).decode() for name in await client.call(_FLEETS, "SMEMBERS", _FLEETS))
+    except ERRORS as error:
+        raise OwnershipUnavailable(f"Redis at {safe_url(url)}: {advice(error)}") from error
     finally:
         await client.aclose()
-
-
-def safe_url(url: str) -> str:
-    """The URL without user and password, fit for logs."""
-    scheme, separator, rest = url.partition("://")
-    return f"{scheme}{separator}{rest.rpartition('@')[2]}"
-
-
-def _advice(error: BaseException) -> str:
-    text = str(error) or type(error).__name__
-    if isinstance(error, TimeoutError):
-        return "no answer in time; is it overloaded, or is the address wrong?"
-    if isinstance(error, (RedisConnectionError, OSError)):
-        return f"can't connect ({text}); is it running and reachable?"
-    if "unknown command" in text.lower():
-        return f"it has no functions ({text}); Redis 7.0 or Valkey 7.2 and later have them"
-    return text
 
 
 def _kind_of(record: Record) -> Kind:

@@ -10,16 +10,15 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal
+from typing import Literal
 
 import click
-from redis import Redis
-from redis.exceptions import RedisError
 
 from replicas.engine import vllm_device
 from replicas.vllm_command import installed_version
 from router.errors import ModelNotFound, OwnershipUnavailable, RouterError
-from router.ownership.redis import RedisOwnershipMap, fleets, safe_url
+from router.ownership.client import safe_url, server_info
+from router.ownership.redis import RedisOwnershipMap, fleets
 from router.prompt import CHAT_PATH, PromptEncoder
 from serve.cli import fleet_check, state
 from serve.cli.preflight import Problem, config_from_file, num_gpus, vllm_problem
@@ -169,9 +168,8 @@ def _redis(url: str) -> tuple[bool, list[Check]]:
     except OwnershipUnavailable as error:
         return False, [Check("Redis", "wrong", str(error))]
     try:
-        with Redis.from_url(url, socket_timeout=5.0, socket_connect_timeout=5.0) as client:
-            told: dict[str, Any] = client.info("server")
-    except (RedisError, OSError) as error:
+        told = asyncio.run(server_info(url))
+    except OwnershipUnavailable as error:
         return True, [Check("Redis", "note", f"{safe_url(url)} answers, but does not tell its version ({error})")]
     name = "valkey" if "valkey_version" in told else "redis"
     found = str(told[f"{name}_version"])

@@ -10,8 +10,8 @@ from uuid import uuid4
 
 from replicas import handshake
 from router.errors import ModelNotFound, OwnershipUnavailable
-from router.ownership import Match, ReplicaRecord
-from router.ownership.redis import Member, RedisOwnershipMap
+from router.ownership import Match, Member, ReplicaRecord
+from router.ownership.redis import RedisOwnershipMap
 from router.prompt import PromptEncoder
 from router.types import BlockHash, Slot
 from serve.cli.preflight import DEMO_MODEL

@@ -6,26 +6,36 @@ import asyncio
 import json
 import os
 import sys
+from dataclasses import asdict
 from typing import Any
 
 import click
 
 from router.errors import OwnershipUnavailable
-from router.ownership import ReplicaRecord, RouterRecord
-from router.ownership.redis import Member, RedisOwnershipMap, fleets
+from router.ownership import Member, ReplicaRecord, RouterRecord
+from router.ownership.redis import RedisOwnershipMap, fleets
 from router.types import Load
 from serve.cli import state
+from serve.cli.map_check import Result, check
 from serve.config import DEFAULT_REDIS
 
 
 @click.command("map")
 @click.option("--redis", "url", help="Redis URL.  [default: $WHOHAS_REDIS, the running `whohas up`, or 127.0.0.1:6379]")
 @click.option("--fleet", help="Only this fleet.  [default: all there are]")
+@click.option("--check", "checks", is_flag=True, help="Compare what the map says with what the collectors hold.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def map_command(url: str | None, fleet: str | None, as_json: bool) -> None:
-    """Show the ownership map: replicas and routers with their epochs, leases, blocks owned and load."""
+def map_command(url: str | None, fleet: str | None, checks: bool, as_json: bool) -> None:
+    """Show the ownership map: replicas and routers with their epochs, leases, blocks owned and load.
+
+    --check walks over all keys, in slices; exit status 1 where the map is wrong. Collectors compare and repair by
+    themselves, a few blocks at a time.
+    """
     redis = url or os.environ.get("WHOHAS_REDIS") or state.read().get("redis", DEFAULT_REDIS)
     try:
+        if checks:
+            _show_check(asyncio.run(_check(redis, fleet)), as_json)
+            return
         found = asyncio.run(_read(redis, fleet))
     except OwnershipUnavailable as error:
         click.echo(f"whohas: {error}", err=True)
@@ -37,6 +47,30 @@ def map_command(url: str | None, fleet: str | None, as_json: bool) -> None:
         click.echo("no fleet has used this Redis yet")
     for name, members in found.items():
         _show(name, members)
+
+
+async def _check(redis: str, fleet: str | None) -> dict[str, Result]:
+    results = {}
+    for name in [fleet] if fleet else await fleets(redis):
+        ownership = RedisOwnershipMap(redis, name, timeout_s=10.0)
+        try:
+            await ownership.connect()
+            results[name] = await check(ownership)
+        finally:
+            await ownership.close()
+    return results
+
+
+def _show_check(results: dict[str, Result], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps({name: asdict(result) for name, result in results.items()}, indent=2))
+    for name, result in results.items() if not as_json else ():
+        click.echo(
+            f"{name}: {result.claims} claims, {result.left_behind} entries of ended members (swept by collectors)"
+        )
+        for one in result.replicas:
+            click.echo(f"  {one.replica:<20}{one.state:>10}{one.in_map:>9} blocks in the map{one.told:>9} held")
+    sys.exit(any(result.wrong for result in results.values()))
 
 
 async def _read(redis: str, fleet: str | None) -> dict[str, list[Member]]:
@@ -66,18 +100,18 @@ def _show(name: str, members: list[Member]) -> None:
     routers = [one for one in members if isinstance(one.record, RouterRecord)]
     click.echo(f"{name}: {len(replicas)} replicas, {len(routers)} routers")
     click.echo(
-        f"  {'replica':<20}{'epoch':>7}{'lease':>8}{'blocks':>9}{'seq':>9}{'waiting':>9}{'decoding':>10}"
+        f"  {'replica':<20}{'epoch':>15}{'lease':>8}{'blocks':>9}{'seq':>9}{'waiting':>9}{'decoding':>10}"
         f"{'prefill tokens':>16}  url"
     )
     for member, record in replicas:
         load = loads.get(member.lease.slot, Load())
         mark = "" if record.trusted else f"  no credit: {record.doubt or 'not sure of its blocks just now'}"
         click.echo(
-            f"  {record.replica_id:<20}{member.lease.epoch:>7}{_lease(member):>8}{record.blocks:>9}{record.seq:>9}"
+            f"  {record.replica_id:<20}{member.lease.epoch:>15}{_lease(member):>8}{record.blocks:>9}{record.seq:>9}"
             f"{load.num_waiting:>9}{load.num_decoding:>10}{load.prefill_tokens:>16}  {record.url}{mark}"
         )
     for member in routers:
-        click.echo(f"  {member.lease.member:<20}{member.lease.epoch:>7}{_lease(member):>8}")
+        click.echo(f"  {member.lease.member:<20}{member.lease.epoch:>15}{_lease(member):>8}")
 
 
 def _lease(member: Member) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from replicas.engine import reserve_port
-from router.ownership.redis import safe_url
+from router.ownership.client import safe_url
 from serve.cli import state
 from serve.cli.preflight import Problem, check, config_from_file, config_from_options
 from serve.config import AppConfig

@@ -16,7 +16,8 @@ from router.config import RouterConfig
 from router.errors import OwnershipUnavailable
 from router.hashing import chain, pack_token_ids, root_hash
 from router.ownership import Match, ReplicaRecord, Write
-from router.ownership.redis import RedisOwnershipMap, safe_url
+from router.ownership.client import safe_url
+from router.ownership.redis import RedisOwnershipMap
 from router.router import Router
 from router.types import HashedPrompt, ReplicaId
 
@@ -63,7 +64,7 @@ async def test_a_member_that_ends_while_its_journal_turns_leaves_nothing(
 async def test_a_collectors_journal_stays_in_proportion_to_what_it_holds(
     ownership: RedisOwnershipMap, valkey_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replicas.collector._JOURNAL_SLACK", 500)
+    monkeypatch.setattr("replicas.writer._JOURNAL_SLACK", 500)
     collector = Collector(ownership, RECORD, events=None)
     await collector.start()
     async with asyncio.timeout(20):

@@ -6,69 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator
 from uuid import uuid4
 
-import msgspec
 import pytest
-import zmq
-import zmq.asyncio
 
 from replicas.events import BlockRemoved
 from replicas.sequence import Lost, Restarted
 from replicas.subscriber import Batch, Item, Subscriber
+from tests.event_publisher import Publisher, batch
 
 pytestmark = pytest.mark.integration
 
 DEADLINE_S = 20
-END = b"\xff" * 8
-
-
-class Publisher:
-    """vLLM's publisher as far as a subscriber can see it. Call `publish` from the event loop."""
-
-    def __init__(
-        self, events: str, replay: str | None = None, *, with_topic: bool = True, silent: bool = False
-    ) -> None:
-        self._context = zmq.asyncio.Context()
-        self._pub = self._context.socket(zmq.PUB)
-        self._pub.bind(events)
-        self._with_topic, self.silent = with_topic, silent
-        self.questions: list[int] = []
-        self.buffer: list[tuple[int, bytes]] = []
-        self._task: asyncio.Task[None] | None = None
-        if replay is not None:
-            self._router = self._context.socket(zmq.ROUTER)
-            self._router.setsockopt(zmq.SNDHWM, 0)
-            self._router.bind(replay)
-            self._task = asyncio.create_task(self._answer())
-
-    async def publish(self, seq: int, *, lose: bool = False, payload: bytes | None = None) -> None:
-        payload = batch(seq) if payload is None else payload
-        self.buffer.append((seq, payload))
-        if not lose:
-            await self._pub.send_multipart([b"kv-events", seq.to_bytes(8, "big"), payload])
-
-    async def _answer(self) -> None:
-        while True:
-            client, _, start = await self._router.recv_multipart()
-            self.questions.append(int.from_bytes(start, "big"))
-            if self.silent:
-                continue
-            topic = [b"kv-events"] if self._with_topic else []
-            for seq, payload in self.buffer:
-                if seq >= self.questions[-1]:
-                    await self._router.send_multipart([client, b"", *topic, seq.to_bytes(8, "big"), payload])
-            await self._router.send_multipart([client, b"", *topic, END, b""])
-
-    async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-        self._context.destroy(linger=0)
-
-
-def batch(seq: int, engine: int = 1) -> bytes:
-    return msgspec.msgpack.encode(
-        [float(engine), [{"type": "BlockRemoved", "block_hashes": [seq], "medium": "GPU"}], 0]
-    )
 
 
 @pytest.fixture

@@ -3,9 +3,11 @@
 -- all keys of a fleet share one cluster slot.
 --
 --   P m           hash    member -> expiry (ms) double | epoch double | slot u16 | kind u8 | record   (big-endian)
---   P e           string  the last epoch given out
+--   P e           string  the last epoch given out; also after a loss of all keys none is ever given out twice
 --   P s           set     slots in use: of live members, and of ended ones until they are swept
 --   P d           set     slots of ended members, to be swept
+--   P k           hash    slot -> writes taken from that incarnation. A server that lags behind what it once confirmed (a
+--                         replica promoted in a failover) shows here, and fences who wrote more
 --   P x           hash    not used here: figures of the fleet's ingress processes
 --   P b HASH      string  who holds the block: sorted entries of 4 bytes, owner slot | claimant slot.
 --                         claimant 0: the owner's KV events say so; else: that router expects it to be computed there
@@ -39,6 +41,13 @@ local function slot_of(p, member, epoch)
   local _, current, slot = struct.unpack(HEADER, record)
   if current ~= tonumber(epoch) then return nil end
   return slot
+end
+
+-- The same where this server also has all writes that the member was told are done.
+local function slot_with(p, member, epoch, writes)
+  local slot = slot_of(p, member, epoch)
+  if slot and tonumber(redis.call('HGET', p .. 'k', slot_key(slot)) or 0) == tonumber(writes) then return slot end
+  return nil
 end
 
 local function put_member(p, member, epoch, slot, kind, record, lease_ms)
@@ -79,6 +88,16 @@ local function put(key, entry)
   if not found then call('SET', key, sub(entries, 1, at - 1) .. entry .. sub(entries, at)) end
 end
 
+-- An epoch is the time in milliseconds, or more, so that a server that lost or forgot some gives out none again.
+local function next_epoch(p)
+  local epoch, now = redis.call('INCR', p .. 'e'), now_ms()
+  if epoch < now then
+    epoch = now
+    redis.call('SET', p .. 'e', string.format('%d', epoch))
+  end
+  return epoch
+end
+
 -- ARGV: member, kind, record, lease (ms). Returns {slot, epoch as string}.
 local function join(keys, args)
   local p, member = keys[1], args[1]
@@ -89,18 +108,23 @@ local function join(keys, args)
     end_member(p, member, slot)
   end
   if call('SCARD', p .. 's') >= MAX_SLOT then return redis.error_reply('FULL every slot is in use or waits to be swept') end
-  local epoch, slot
+  local epoch, slot, packed, orphaned
   repeat
-    epoch = call('INCR', p .. 'e')
+    epoch = next_epoch(p)
     slot = (epoch - 1) % MAX_SLOT + 1
-  until call('SADD', p .. 's', slot_key(slot)) == 1
+    packed = slot_key(slot)
+    -- Where the set of slots was lost, a journal still tells of blocks that must be swept before their slot is used.
+    orphaned = call('EXISTS', p .. 'w' .. packed, p .. 'o' .. packed) > 0
+    if orphaned then call('SADD', p .. 's', packed) end
+  until call('SADD', p .. 's', packed) == 1 and not orphaned
+  call('HSET', p .. 'k', packed, 0)
   put_member(p, member, epoch, slot, args[2], args[3], args[4])
-  return {slot, tostring(epoch)}
+  return {slot, string.format('%d', epoch)}
 end
 
--- ARGV: member, epoch, kind, record, lease (ms).
+-- ARGV: member, epoch, kind, record, lease (ms), writes done so far.
 local function renew(keys, args)
-  local slot = slot_of(keys[1], args[1], args[2])
+  local slot = slot_with(keys[1], args[1], args[2], args[6])
   if not slot then return redis.error_reply('FENCED') end
   put_member(keys[1], args[1], tonumber(args[2]), slot, args[3], args[4], args[5])
   return redis.status_reply('OK')
@@ -113,13 +137,16 @@ local function leave(keys, args)
   return redis.status_reply('OK')
 end
 
--- ARGV: member, epoch, then for each write: owner slot (2 bytes), hashes removed, hashes added.
+-- ARGV: member, epoch, number of this write (from 1; the last one may be repeated), then for each change: owner slot
+-- (2 bytes), hashes removed, hashes added.
 local function write(keys, args)
   local p, sub, call = keys[1], string.sub, redis.call
-  local slot = slot_of(p, args[1], args[2])
+  local number = tonumber(args[3])
+  local slot = slot_with(p, args[1], args[2], number - 1) or slot_with(p, args[1], args[2], number)
   if not slot then return redis.error_reply('FENCED') end
   local own = slot_key(slot)
-  for i = 3, #args, 3 do
+  call('HSET', p .. 'k', own, number)
+  for i = 4, #args, 3 do
     local owner, removed, added = args[i], args[i + 1], args[i + 2]
     local entry = owner .. (owner == own and '\0\0' or own)
     for j = 1, #removed, HASH_BYTES do
@@ -146,6 +173,21 @@ local function turn_journal(keys, args)
     call('RENAME', journal, old)
   end
   return redis.status_reply('OK')
+end
+
+-- ARGV: member, epoch, hashes. Returns those of them that the map doesn't list as the member's own, in one string.
+local function missing(keys, args)
+  local p, sub, call = keys[1], string.sub, redis.call
+  local slot = slot_of(p, args[1], args[2])
+  if not slot then return redis.error_reply('FENCED') end
+  local entry, gone = slot_key(slot) .. '\0\0', {}
+  for j = 1, #args[3], HASH_BYTES do
+    local hash = sub(args[3], j, j + HASH_BYTES - 1)
+    local entries = call('GET', p .. 'b' .. hash)
+    local _, found = find_entry(entries or '', entry)
+    if not found then gone[#gone + 1] = hash end
+  end
+  return table.concat(gone)
 end
 
 -- ARGV: the chain, 16 bytes a block. Returns {now (ms), members flat, changes flat}; a change is {depth, entries}: the
@@ -186,10 +228,14 @@ end
 local function sweep(keys, args)
   local p, call, sub = keys[1], redis.call, string.sub
   local most, over = tonumber(args[1]), now_ms() - tonumber(args[2])
-  local members = call('HGETALL', p .. 'm')
+  local members, live = call('HGETALL', p .. 'm'), {}
   for i = 1, #members, 2 do
     local expiry, _, slot = struct.unpack(HEADER, members[i + 1])
-    if expiry < over then end_member(p, members[i], slot) end
+    if expiry < over then end_member(p, members[i], slot) else live[slot_key(slot)] = true end
+  end
+  -- Members that were lost without an end, as by eviction, end here.
+  for _, slot in ipairs(call('SMEMBERS', p .. 's')) do
+    if not live[slot] then call('SADD', p .. 'd', slot) end
   end
   local done = 0
   while done < most do
@@ -205,15 +251,27 @@ local function sweep(keys, args)
     else
       call('SREM', p .. 'd', slot)
       call('SREM', p .. 's', slot)
+      call('HDEL', p .. 'k', slot)
     end
   end
   return done
 end
 
-redis.register_function('@LIBRARY@_join', join)
-redis.register_function('@LIBRARY@_renew', renew)
-redis.register_function('@LIBRARY@_leave', leave)
+-- With its memory full a server still takes what frees some, and what keeps members alive: only what adds blocks is refused.
+local function always(name, callback)
+  redis.register_function{function_name='@LIBRARY@_' .. name, callback=callback, flags={'allow-oom'}}
+end
+
+local function reading(name, callback)
+  redis.register_function{function_name='@LIBRARY@_' .. name, callback=callback, flags={'no-writes'}}
+end
+
+always('join', join)
+always('renew', renew)
+always('leave', leave)
+always('remove', write)
+always('turn_journal', turn_journal)
+always('sweep', sweep)
+reading('look_up', look_up)
+reading('missing', missing)
 redis.register_function('@LIBRARY@_write', write)
-redis.register_function('@LIBRARY@_turn_journal', turn_journal)
-redis.register_function{function_name='@LIBRARY@_look_up', callback=look_up, flags={'no-writes'}}
-redis.register_function('@LIBRARY@_sweep', sweep)

@@ -143,10 +143,35 @@ def test_without_a_replay_socket_a_gap_is_a_loss() -> None:
 def test_a_gap_older_than_the_buffer_is_a_loss_and_the_buffer_is_taken_anew() -> None:
     tracker = following(2)
     tracker.live(90, message(90))
-    lost, question = tracker.replayed(50, message(50))
+    lost, first = tracker.replayed(50, message(50))
     assert isinstance(lost, Lost)
-    assert question == AskReplay(0, fresh=True)
-    assert taken(replay(tracker, *range(50, 91))) == list(range(50, 91))
+    assert first == Deliver(50, message(50))
+    assert taken(replay(tracker, *range(51, 91))) == list(range(51, 91))
+    assert taken(tracker.live(91, message(91))) == [91]
+
+
+def test_a_hole_in_the_publisher_s_buffer_is_lost_once_and_not_met_again_and_again() -> None:
+    tracker = SequenceTracker()
+    tracker.start()
+    assert taken([step for seq in (0, 1) for step in tracker.replayed(seq, message(seq))]) == [0, 1]
+    steps = tracker.replayed(4, message(4))
+    assert steps == [AskReplay(2, fresh=True)]
+    lost, first = tracker.replayed(4, message(4))
+    assert isinstance(lost, Lost)
+    assert first == Deliver(4, message(4))
+    assert taken(replay(tracker, 5)) == [5]
+    assert tracker.counters["lost"] == 1
+
+
+def test_a_hole_between_the_buffer_s_end_and_the_live_stream_is_lost_once() -> None:
+    tracker = following(2)
+    steps = tracker.live(9, message(9))
+    while steps == [AskReplay(3)]:
+        steps = replay(tracker)
+    assert isinstance(steps[0], Lost)
+    assert steps[1:] == [Deliver(9, message(9))]
+    assert taken(tracker.live(10, message(10))) == [10]
+    assert tracker.counters["lost"] == 1
 
 
 def test_a_gap_that_a_replay_leaves_open_is_lost_after_a_few_questions() -> None:

@@ -1,0 +1,57 @@
+"""Seeded random faults against a fleet: `make faults`, or `python -m tests.faults --seeds 100-120 --seconds 20`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import resource
+import sys
+import time
+from collections import Counter
+
+from tests.faults.invariants import INVARIANTS, Broken
+from tests.faults.run import survive
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--seeds", default="1-12", help="one, or a range.  [default: 1-12]")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each schedule.  [default: 10]")
+    parser.add_argument("--faults", type=int, default=15, help="in each schedule.  [default: 15]")
+    options = parser.parse_args()
+    first, _, last = options.seeds.partition("-")
+    faults: Counter[str] = Counter()
+    outcomes: Counter[str] = Counter()
+    broken = checked = 0
+    for seed in range(int(first), int(last or first) + 1):
+        print(f"schedule {seed}", flush=True)
+        began = time.monotonic()
+        try:
+            told = asyncio.run(survive(seed, options.seconds, options.faults, tell=lambda line: print(f"  {line}")))
+        except Broken as error:
+            broken += 1
+            print(f"  BROKEN: {error}", flush=True)
+            continue
+        checked += len(INVARIANTS)
+        faults.update(fault.name for fault in told.faults)
+        outcomes.update(told.outcomes)
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+        print(
+            f"  survived {len(told.faults)} faults; {sum(told.outcomes.values())} requests, {told.degraded} of them by"
+            f" load alone; all invariants hold {told.repaired_s:.1f} s after the last fault"
+            f" ({time.monotonic() - began:.0f} s, {memory} MiB at most)",
+            flush=True,
+        )
+    print(f"faults survived: {sum(faults.values())} ({_list(faults)})")
+    print(f"requests: {_list(outcomes)}")
+    print(f"invariants checked: {checked} ({', '.join(one.__name__.replace('_', ' ') for one in INVARIANTS)})")
+    print(f"schedules broken: {broken}")
+    return 1 if broken else 0
+
+
+def _list(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} x {name}" for name, count in counts.most_common())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
