@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from xxhash import xxh3_64_intdigest
+
 from router.config import RouterConfig
 from router.errors import Fenced, OwnershipUnavailable, UnknownPrompt
 from router.hashing import reusable_blocks
@@ -53,6 +55,7 @@ class Asked:
     """A request with all that is known about its prompt, not placed yet.
 
     `hashes`: every full block; an engine can reuse the first `reusable` of them. `note` says why nothing is known.
+    `session` stands for its conversation, where its client told: among replicas of equal cost it has a favourite.
     """
 
     num_tokens: int
@@ -61,6 +64,7 @@ class Asked:
     reusable: int = 0
     snapshot: Snapshot = field(default_factory=Snapshot)
     note: str = ""
+    session: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +200,10 @@ class Router:
 
     def _decide(self, asked: Asked, candidates: Sequence[ReplicaId]) -> Decision:
         slots, others = _slots(asked.snapshot), self._loads_of_others(asked.snapshot)
-        views = [self._view(asked, replica, slots.get(replica), others) for replica in sorted(candidates)]
-        request = Request(asked.num_tokens, asked.block_size, self._random.random(), self._turn)
+        candidates = sorted(candidates)
+        views = [self._view(asked, replica, slots.get(replica), others) for replica in candidates]
+        turn = _favourite(asked.session, candidates) if asked.session else self._turn
+        request = Request(asked.num_tokens, asked.block_size, self._random.random(), turn)
         ranked = self._policy.rank(request, views)
         predicted = ranked[0].view.overlap_blocks * asked.block_size
         return Decision(asked.num_tokens, predicted, ranked, _reason(asked, ranked[0].view, views))
@@ -288,6 +294,11 @@ class Router:
             self._unavailable(error)
             return False
         return True
+
+
+def _favourite(session: int, candidates: Sequence[ReplicaId]) -> int:
+    """Index of the replica that this conversation has first turn at; most keep theirs when replicas come and go."""
+    return max(range(len(candidates)), key=lambda i: xxh3_64_intdigest(candidates[i].encode(), session))
 
 
 def _slots(snapshot: Snapshot) -> dict[str, Slot]:
