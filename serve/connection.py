@@ -42,7 +42,7 @@ class Response(asyncio.Protocol):
         self._parser: httptools.HttpResponseParser = httptools.HttpResponseParser(self)
         self._chunks: list[bytes] = []
         self._size = 0
-        self._paused = self._busy = self._surplus = False
+        self._paused = self._busy = self._surplus = self._keep_alive = False
         self._has_head = self._done = self._interim = self._no_body = self._until_close = False
         self._error: UpstreamFailed | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -107,6 +107,7 @@ class Response(asyncio.Protocol):
             self._interim = False
         else:
             self._done = True
+            self._keep_alive = self._parser.should_keep_alive()  # it has forgotten when the callback is over
 
     # What the relay calls.
 
@@ -160,7 +161,7 @@ class Response(asyncio.Protocol):
             self._done
             and not self._chunks
             and not (self._no_body or self._until_close or self._surplus or self._transport.is_closing())
-            and self._parser.should_keep_alive()
+            and self._keep_alive
         )
         self._busy = False
         self.idle_since = self._loop.time()

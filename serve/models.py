@@ -38,7 +38,7 @@ async def _models(upstream: Upstream, url: str, headers: Headers, timeout_s: flo
                 raw += chunk
             if response.status != 200:
                 return None
-            cards = msgspec.json.decode(raw)["data"]
+            cards = list(msgspec.json.decode(raw)["data"])
     except (UpstreamFailed, TimeoutError, msgspec.MsgspecError, KeyError, TypeError):
         return None
     return [card for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str)]

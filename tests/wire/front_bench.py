@@ -113,7 +113,10 @@ class _Server(uvicorn.Server):
 @contextlib.asynccontextmanager
 async def served(app: Any) -> AsyncIterator[str]:
     """`app` under uvicorn on a free port, as a base URL."""
-    with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
+    # asyncio sends small pieces at once only where the protocol is named: not so for socket.create_server().
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(2048)
         config = uvicorn.Config(
             app, lifespan="off", access_log=False, log_level="critical", timeout_graceful_shutdown=1
         )
