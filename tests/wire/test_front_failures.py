@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Awaitable, Callable
 
 import pytest
 
+from router.types import ReplicaId
 from serve.breaker import ERRORS
-from tests.wire.front_bench import Bench, chat, scripted_front, until
+from tests.wire.front_bench import PATIENCE_S, Bench, chat, scripted_front, until
 from tests.wire.scripted_engine import Exchange, answer, healthy_but
 
 
@@ -17,46 +20,53 @@ async def left_out(bench: Bench) -> list[str]:
         return replicas
 
 
+async def until_it_is(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not await condition():
+            await asyncio.sleep(0.02)
+
+
 async def fail(exchange: Exchange) -> None:
     await exchange.error(500, "fast and wrong")
 
 
 async def test_p9_a_warm_replica_that_fails_fast_leaves_the_pool() -> None:
-    """W0 holds the prompt and answers 500 at once; its /health is fine. At most ERRORS clients see it."""
+    """W0 holds the prompt and answers 500 at once, and says that it is healthy. ERRORS clients see it, no more."""
     prompt = chat("the same long prompt " * 100)
     async with scripted_front(answer, answer) as (bench, engines):
         _, _, headers = await bench.post(body=prompt)
         warm = int(headers["x-whohas-replica"][1:])
         for _ in range(3):
             assert (await bench.post(body=prompt))[2]["x-whohas-replica"] == f"W{warm}"
-        engines[warm].script = lambda exchange: fail(exchange) if exchange.method == "POST" else hang(exchange)
+        asked = 0
+
+        async def fail_fast(exchange: Exchange) -> None:
+            nonlocal asked
+            if exchange.target != "/health":
+                await fail(exchange)
+                return
+            asked += 1  # once for each error; after that it would be let back on trial
+            await exchange.whole(b"", 200 if asked <= ERRORS else 503)
+
+        engines[warm].script = fail_fast
         statuses = [(await bench.post(body=prompt))[0] for _ in range(10)]
-        assert statuses[:ERRORS] == [502] * 0 + statuses[:ERRORS]
-        assert statuses.count(200) >= 10 - ERRORS
+        assert statuses == [500] * ERRORS + [200] * (10 - ERRORS)
         assert await left_out(bench) == [f"W{warm}"]
 
 
-async def hang(exchange: Exchange) -> None:
-    """/health of an engine that is ill."""
-    await exchange.error(503)
+async def test_p9_a_failing_replica_that_calls_itself_healthy_comes_back_one_request_at_a_time() -> None:
+    async with scripted_front(healthy_but(fail), answer) as (bench, engines):
+        answers = 0
 
+        async def two_trials() -> bool:
+            nonlocal answers
+            answers += (await bench.post())[0] == 200
+            return len(engines[0].generations) >= ERRORS + 2
 
-async def test_p9_errors_of_a_replica_that_says_it_is_healthy_are_seen_at_most_so_often() -> None:
-    """Its /health lets it back on trial; every trial that fails keeps it away twice as long."""
-    async with scripted_front(healthy_but(fail), answer) as (bench, _):
-        statuses = [(await bench.post())[0] for _ in range(60)]
-        assert statuses.count(500) >= ERRORS
-        assert statuses[-1] in (200, 500)
-        assert set(statuses) == {200, 500}
-        # After the first ERRORS of them one for each time that it was let back in.
-        await until_all_good(bench)
-
-
-async def until_all_good(bench: Bench) -> None:
-    for _ in range(10_000):
-        if all([(await bench.post())[0] == 200 for _ in range(5)]):
-            return
-    pytest.fail("the failing replica never left the pool")
+        await until_it_is(two_trials)
+        breaker = bench.front._dispatcher._breakers[ReplicaId("W0")]
+        assert breaker.openings >= 3
+        assert answers >= 1
 
 
 async def test_l10_a_blip_is_forgiven_and_the_replica_is_used_again() -> None:
@@ -72,18 +82,8 @@ async def test_l10_a_blip_is_forgiven_and_the_replica_is_used_again() -> None:
             seen.add((await bench.post())[2]["x-whohas-replica"])
             return "W0" in seen
 
-        await until_true(ask)
+        await until_it_is(ask)
         assert await left_out(bench) == []
-
-
-async def until_true(condition: object) -> None:
-    import asyncio
-
-    from tests.wire.front_bench import PATIENCE_S
-
-    async with asyncio.timeout(PATIENCE_S):
-        while not await condition():  # type: ignore[operator]
-            await asyncio.sleep(0.02)
 
 
 async def test_l10_a_dead_replica_is_picked_no_more_and_forgotten_once_serve_drops_it() -> None:
