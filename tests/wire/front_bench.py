@@ -19,7 +19,7 @@ from router.config import RouterConfig
 from router.ownership import ReplicaRecord
 from router.ownership.memory import MemoryOwnershipMap
 from router.prompt import PromptEncoder
-from router.router import Router
+from router.router import PromptSource, Router
 from router.types import ReplicaId
 from serve.asgi import Message, Receive, Scope, Send
 from serve.config import IngressSection
@@ -166,13 +166,15 @@ class Bench:
 
 
 @contextlib.asynccontextmanager
-async def front_over(urls: Sequence[str], *, router: RouterConfig | None = None, **limits: Any) -> AsyncIterator[Bench]:
+async def front_over(
+    urls: Sequence[str], *, router: RouterConfig | None = None, prompts: PromptSource | None = None, **limits: Any
+) -> AsyncIterator[Bench]:
     """The front before engines at these URLs, known as W0, W1, ...; `limits` are fields of `IngressSection`."""
     settings, config = IngressSection(**{"connect_timeout_s": PATIENCE_S, **limits}), router or RouterConfig()
     ownership = MemoryOwnershipMap(time.monotonic)
     for i, url in enumerate(urls):
         await ownership.join(f"W{i}", ReplicaRecord(f"W{i}", MODEL, BLOCK, url), 3600.0)
-    one = Router("router", encoder(), ownership, config, time.monotonic, seed=1)
+    one = Router("router", prompts or encoder(), ownership, config, time.monotonic, seed=1)
     await one.start()
     upstream, metrics, fleet = Upstream(settings.connect_timeout_s), Metrics(), StaticFleet(urls)
     front = Front(one, fleet, upstream, metrics, _Exposition(metrics), settings)
