@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from xxhash import xxh3_64_intdigest
+
 from router.branches import BranchBook
 from router.config import RouterConfig
 from router.errors import Fenced, OwnershipFull, OwnershipUnavailable, UnknownPrompt
@@ -54,6 +56,7 @@ class Asked:
     """A request with all that is known about its prompt, not placed yet.
 
     `hashes`: every full block; an engine can reuse the first `reusable` of them. `note` says why nothing is known.
+    `session` stands for its conversation, where its client told: among replicas of equal cost it has a favourite.
     """
 
     num_tokens: int
@@ -62,6 +65,7 @@ class Asked:
     reusable: int = 0
     snapshot: Snapshot = field(default_factory=Snapshot)
     note: str = ""
+    session: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,13 +204,14 @@ class Router:
 
     def _decide(self, asked: Asked, candidates: Sequence[ReplicaId]) -> Decision:
         slots, others = _slots(asked.snapshot), self._loads_of_others(asked.snapshot)
-        views = [self._view(asked, replica, slots.get(replica), others) for replica in sorted(candidates)]
+        candidates = sorted(candidates)
+        views = [self._view(asked, replica, slots.get(replica), others) for replica in candidates]
         held = _held_blocks(asked)
         request = Request(
             asked.num_tokens,
             asked.block_size,
             draw=self._random.random(),
-            turn=self._turn,
+            turn=_favourite(asked.session, candidates) if asked.session else self._turn,
             burst_key=_burst_key(asked, views),
             shared_blocks=held if held and self._branches.often(asked.hashes[held - 1]) else 0,
         )
@@ -307,6 +312,11 @@ class Router:
             await self._map.write(lease, claims)
         except OwnershipFull:  # others see less of what is claimed here; what is held still counts
             self.counters["claims_refused"] += 1
+
+
+def _favourite(session: int, candidates: Sequence[ReplicaId]) -> int:
+    """Index of the replica that this conversation has first turn at; most keep theirs when replicas come and go."""
+    return max(range(len(candidates)), key=lambda i: xxh3_64_intdigest(candidates[i].encode(), session))
 
 
 def _slots(snapshot: Snapshot) -> dict[str, Slot]:

@@ -28,14 +28,27 @@ class AutoscalingSection(BaseModel):
 
 
 class IngressSection(BaseModel):
-    """The HTTP front, one process a replica. `max_body_bytes`: larger bodies get a 413."""
+    """The HTTP front, one process a replica.
+
+    Larger bodies than `max_body_bytes` get a 413, larger heads than `max_header_bytes` a 431. `connect_timeout_s` is
+    for engines and their /health; `no_replica_timeout_s`: how long a request waits while none is ready.
+    `idle_timeout_s`: a request's body, or more of an answer that has begun, must be there within it; before its first
+    byte an engine may think until `total_timeout_s`, which bounds everything. `resend`: a request that an engine took
+    and failed before it answered goes to another one, once; without it, only what no engine has seen does.
+    `access_log`: Ray Serve's, a line a request.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     num_replicas: int = Field(default=2, ge=1)
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
+    max_header_bytes: int = Field(default=2**16, ge=1024)
     connect_timeout_s: float = Field(default=2.0, gt=0)
     no_replica_timeout_s: float = Field(default=30.0, gt=0)
+    idle_timeout_s: float = Field(default=300.0, gt=0)
+    total_timeout_s: float = Field(default=3600.0, gt=0)
+    resend: bool = True
+    access_log: bool = False
 
 
 class AppConfig(BaseModel):

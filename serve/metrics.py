@@ -19,6 +19,7 @@ from redis.exceptions import RedisError
 from router.ownership import Snapshot
 from router.ownership.client import make_raw_client
 from router.tasks import end
+from router.types import Decision
 
 _PERIOD_S = 2.0
 _COUNTS_S = 10.0
@@ -58,7 +59,14 @@ class Metrics:
         self.replicas = Gauge("whohas_replicas", "Replicas in the ownership map", registry=r)
         self.trust = Gauge("whohas_replica_trust", "Share of promises kept, lately", ["replica"], registry=r)
         self.doubts = Gauge("whohas_replica_doubt", "1: found not to conform; no credit", ["replica"], registry=r)
+        self.left_out = Gauge("whohas_replicas_left_out", "Replicas without requests because they failed", registry=r)
         self.blocks = Gauge("whohas_replica_blocks", "KV blocks owned", ["replica"], registry=r)
+
+    def decided(self, decision: Decision, seconds: float) -> None:
+        """`seconds` since the request arrived."""
+        self.decision.observe(seconds)
+        self.prompt_tokens.inc(decision.prompt_tokens)
+        self.predicted.inc(decision.predicted_cached_tokens)
 
     def observe_prediction(self, replica: str, predicted: int, reported: int) -> None:
         self.reported.inc(reported)
@@ -66,8 +74,9 @@ class Metrics:
         self.predictions.labels(replica, outcome).inc()
         self.error.observe(predicted - reported)
 
-    def observe_fleet(self, fleet: Snapshot, trust: Mapping[str, float], degraded: bool) -> None:
+    def observe_fleet(self, fleet: Snapshot, trust: Mapping[str, float], degraded: bool, left_out: int) -> None:
         self.degraded.set(degraded)
+        self.left_out.set(left_out)
         self.replicas.set(len(fleet.replicas))
         for gauge in (self.blocks, self.trust, self.doubts):
             gauge.clear()

@@ -2,117 +2,110 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from typing import Any
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
-import aiohttp
+from serve.asgi import Headers, Scope, Send, error_event
+from serve.upstream import Response
 
-Message = MutableMapping[str, Any]
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Headers = list[tuple[bytes, bytes]]
-
-_HOP_BY_HOP = {
-    b"connection",
-    b"keep-alive",
-    b"proxy-authenticate",
-    b"proxy-authorization",
-    b"proxy-connection",
-    b"te",
-    b"trailer",
-    b"transfer-encoding",
-    b"upgrade",
-}
+_HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
 _REQUEST_ONLY = _HOP_BY_HOP | {b"host", b"content-length", b"expect"}
-_ANSWER_ONLY = _HOP_BY_HOP | {b"date", b"server"}  # the ingress's own HTTP server sets these
+# The ingress's own HTTP server sets these, Ray Serve the request id.
+_ANSWER_ONLY = _HOP_BY_HOP | {b"date", b"server", b"x-request-id"}
+_MAGIC = {b"gzip": b"\x1f\x8b", b"x-gzip": b"\x1f\x8b", b"zstd": b"\x28\xb5\x2f\xfd"}
 _TAIL_BYTES = 4096
-_HEALTH_S = 2.0
 # OpenAI's name and Anthropic's. A quote within generated text is escaped, so that text can't pass for usage.
 _CACHED_TOKENS = re.compile(rb'(?<!\\)"(?:cached_tokens|cache_read_input_tokens)"\s*:\s*(\d+)')
 _DONE = b"data: [DONE]\n\n"
 
 
-class UpstreamFailed(Exception):
-    """The engine could not be reached, or broke off. `sent` says whether the client has seen any of the answer, and
-    `stream` whether that was an event stream."""
+@dataclass(slots=True)
+class Answer:
+    """What the client has seen of its answer. `status` 0: nothing yet. `stream`: events. `cached_tokens`: as the engine
+    reported them, where it did."""
 
-    def __init__(self, message: str, sent: bool, stream: bool = False) -> None:
-        super().__init__(message)
-        self.sent = sent
-        self.stream = stream
-
-
-class Upstream:
-    """One open connection pool to the engines of a fleet."""
-
-    def __init__(self, connect_timeout_s: float) -> None:
-        # An engine may think for minutes before its first byte: only connecting is bounded here.
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s)
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0)  # below uvicorn's 5 s: no stale reuse
-        self._session = aiohttp.ClientSession(
-            connector=connector, timeout=timeout, auto_decompress=False, skip_auto_headers=("User-Agent", "Accept")
-        )
-
-    async def close(self) -> None:
-        await self._session.close()
-
-    async def relay(
-        self,
-        scope: Scope,
-        send: Send,
-        url: str,
-        body: bytes,
-        extra: Headers,
-        on_first_chunk: Callable[[], None],
-    ) -> tuple[int, int | None]:
-        """Status of the answer, and the `cached_tokens` that the engine reported in it, if it did.
-
-        `extra` headers are added to the answer. Raises `UpstreamFailed`; cancelling closes the engine's connection,
-        which makes it abort its work.
-        """
-        target = url + scope["path"] + (f"?{scope['query_string'].decode('latin-1')}" if scope["query_string"] else "")
-        headers = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in _kept(scope["headers"])]
-        sent = stream = False
-        try:
-            async with self._session.request(
-                scope["method"], target, data=body or None, headers=headers, allow_redirects=False
-            ) as response:
-                if response.status >= 500 and not await self._healthy(url):
-                    raise UpstreamFailed(f"status {response.status} from an engine that is going down", sent=False)
-                kept = [pair for pair in response.raw_headers if pair[0].lower() not in _ANSWER_ONLY]
-                start = {"type": "http.response.start", "status": response.status, "headers": [*kept, *extra]}
-                stream = response.content_type == "text/event-stream"
-                tail = b""
-                async for chunk in response.content.iter_any():
-                    if not sent:
-                        await send(start)
-                        sent = True
-                        if response.status < 400:  # an error means that nothing was computed
-                            on_first_chunk()
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                    tail = chunk if len(chunk) >= _TAIL_BYTES else (tail + chunk)[-_TAIL_BYTES:]
-                if not sent:
-                    await send(start)
-                    sent = True
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-                return response.status, _cached_tokens(tail)
-        except (aiohttp.ClientError, OSError) as error:
-            raise UpstreamFailed(f"{type(error).__name__}: {error}", sent, stream) from error
-
-    async def _healthy(self, url: str) -> bool:
-        """An error of a healthy engine is the client's to see; that of a dying one is not."""
-        try:
-            async with asyncio.timeout(_HEALTH_S), self._session.get(f"{url}/health") as response:
-                return response.status == 200
-        except (aiohttp.ClientError, OSError, TimeoutError):
-            return False
+    status: int = 0
+    stream: bool = False
+    cached_tokens: int | None = None
 
 
-def _kept(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    return [(key, value) for key, value in headers if key.lower() not in _REQUEST_ONLY]
+async def relay(
+    response: Response, send: Send, answer: Answer, extra: Headers, on_first_chunk: Callable[[], None]
+) -> None:
+    """Hand the answer on, with `extra` headers. Raises `UpstreamFailed`; `answer` tells how far it came."""
+    chunk = await response.read()  # first: what breaks before its first byte can still be tried elsewhere
+    headers = answer_headers(response.headers, chunk)
+    if response.status < 400:  # an error means that nothing was computed
+        on_first_chunk()
+    answer.stream = is_event_stream(headers)
+    answer.status = response.status
+    await send({"type": "http.response.start", "status": response.status, "headers": [*headers, *extra]})
+    tail = b""
+    while chunk:
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        tail = chunk if len(chunk) >= _TAIL_BYTES else (tail + chunk)[-_TAIL_BYTES:]
+        chunk = await response.read()
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+    answer.cached_tokens = _cached_tokens(tail)
+
+
+def target(scope: Scope) -> bytes:
+    """Path and query as the client wrote them, below where the application is mounted."""
+    raw: bytes = scope.get("raw_path") or scope["path"].encode()
+    path = raw.removeprefix(scope.get("root_path", "").encode())
+    return path + b"?" + scope["query_string"] if scope["query_string"] else path
+
+
+def request_headers(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    """What goes on to the engine. A request id and a trace context are made where the client sent none."""
+    kept = _end_to_end(headers, _REQUEST_ONLY)
+    names = {name for name, _ in kept}
+    if b"x-request-id" not in names:
+        kept.append((b"x-request-id", secrets.token_hex(16).encode()))
+    if b"traceparent" not in names:
+        kept.append((b"traceparent", f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01".encode()))
+    return kept
+
+
+def answer_headers(headers: Iterable[tuple[bytes, bytes]], body: bytes) -> Headers:
+    """What goes back to the client. A content coding that the first bytes of the body belie is left out."""
+    kept = _end_to_end(headers, _ANSWER_ONLY)
+    coding = next((value.strip().lower() for name, value in kept if name == b"content-encoding"), None)
+    if coding in _MAGIC and body and not body.startswith(_MAGIC[coding][: len(body)]):
+        kept = [pair for pair in kept if pair[0] != b"content-encoding"]
+    return kept
+
+
+def is_event_stream(headers: Headers) -> bool:
+    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
+
+
+def _end_to_end(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]) -> Headers:
+    kept, named = [], b""
+    for key, value in headers:
+        name = key.lower()
+        if name == b"connection":
+            named += value.lower() + b","
+        if name not in dropped:
+            kept.append((name, value))
+    if not named:
+        return kept
+    also = {name.strip() for name in named.split(b",")}  # hop-by-hop by their sender's own word
+    return [pair for pair in kept if pair[0] not in also]
 
 
 def _cached_tokens(tail: bytes) -> int | None:
@@ -120,8 +113,7 @@ def _cached_tokens(tail: bytes) -> int | None:
     return int(found[-1]) if found else None
 
 
-async def end_broken_stream(send: Send, message: str) -> None:
+async def end_broken_stream(send: Send, path: str, message: str) -> None:
     """Tell a client in the middle of an event stream that there is no more: the error, then the end mark."""
-    error = b'data: {"error": {"message": "%b", "type": "upstream_error", "param": null, "code": 502}}\n\n'
-    safe = message.encode("ascii", "replace").replace(b"\\", b"/").replace(b'"', b"'").replace(b"\n", b" ")
-    await send({"type": "http.response.body", "body": b"\n\n" + error % safe + _DONE, "more_body": False})
+    body = b"\n\n" + error_event(path, message) + _DONE
+    await send({"type": "http.response.body", "body": body, "more_body": False})

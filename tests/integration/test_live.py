@@ -274,6 +274,7 @@ def test_health_says_ready_and_not_degraded(live: Live) -> None:
         "degraded": "",
         "replicas": 4,
         "replicas_in_map": 4,
+        "left_out": [],
         "doubts": {},
     }
 
