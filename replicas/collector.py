@@ -32,6 +32,14 @@ logger = logging.getLogger(__name__)
 _BLOCKS_A_WRITE = 1024
 _BLOCKS_A_SWEEP = 512
 _DOUBT_PAUSE_S = 60.0
+_UNUSED = (
+    "events_undecodable",
+    "events_malformed",
+    "blocks_skipped",
+    "blocks_ignored",
+    "blocks_broken",
+    "blocks_parked_d",
+)
 _JOURNAL_SLACK = 65_536
 """A map that keeps a journal may remember so many blocks more than twice what is held."""
 
@@ -108,7 +116,11 @@ class Collector:
             seq=-1 if subscriber is None else subscriber.seq,
             trusted=not self.doubt and (subscriber is None or not subscriber.tracker.in_doubt),
             doubt=self.doubt,
+            unused=self._unused(),
         )
+
+    def _unused(self) -> dict[str, int]:
+        return {name: count for name, count in self.stats().items() if count and name.startswith(_UNUSED)}
 
     async def holds(self, hashes: Sequence[BlockHash]) -> bool:
         """Has the engine told of all these blocks?"""
@@ -136,7 +148,8 @@ class Collector:
         ):
             for name, count in counters.items():
                 stats[f"{prefix}_{name}"] = stats.get(f"{prefix}_{name}", 0) + count
-        return stats | {"blocks": len(self._blocks), "parked": self._blocks.parked, "pending": len(self._pending)}
+        blocks = {"blocks": len(self._blocks), "parked": self._blocks.parked, "offloaded": len(self._blocks.offloaded)}
+        return stats | blocks | {"pending": len(self._pending)}
 
     # --- reading ----------------------------------------------------------------------------------------------------
 

@@ -83,5 +83,7 @@ class EngineConfig:
             given = getattr(self, name)
             if given and len(given) != len(self.endpoints):
                 raise ValueError(f"{name} has {len(given)} entries for {len(self.endpoints)} endpoints")
+            if len(set(given)) != len(given):
+                raise ValueError(f"{name} names one endpoint twice: every replica needs its own engine's")
         if self.replay_endpoints and not self.events_endpoints:
             raise ValueError("replay_endpoints needs events_endpoints")

@@ -32,7 +32,8 @@ class ReplicaRecord:
     """What a replica tells about itself with every `renew`.
 
     `trusted` is False while its collector is not sure of its engine's blocks, and for good where its engine was found
-    not to cache what the router computes (`doubt` says what differs). Such a replica gets no credit.
+    not to cache what the router computes (`doubt` says what differs). Such a replica gets no credit. `unused` counts
+    what its engine's events told that could not be used, by the collector's name for the reason; empty where all was.
     """
 
     replica_id: str
@@ -43,6 +44,7 @@ class ReplicaRecord:
     seq: int = -1
     trusted: bool = True
     doubt: str = ""
+    unused: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
