@@ -225,7 +225,9 @@ class Ingress:
 
         extra = _decision_headers(decision)
         try:
-            status, cached = await self._upstream.relay(scope, send, candidate.url, raw, extra, on_first_chunk)
+            status, cached = await self._upstream.relay(
+                candidate.pin(scope), send, candidate.url, raw, extra, on_first_chunk
+            )
         except UpstreamFailed as error:
             self._suspects[candidate.replica_id] = time.monotonic() + _SUSPECT_S
             logger.warning("replica %s failed: %s", candidate.replica_id, error)

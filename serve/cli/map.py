@@ -71,7 +71,8 @@ def _show(name: str, members: list[Member]) -> None:
     )
     for member, record in replicas:
         load = loads.get(member.lease.slot, Load())
-        mark = "" if record.trusted else f"  no credit: {record.doubt or 'not sure of its blocks just now'}"
+        rank = "" if record.dp_rank is None else f" rank {record.dp_rank}"
+        mark = rank if record.trusted else f"{rank}  no credit: {record.doubt or 'not sure of its blocks just now'}"
         if record.unused:
             mark += f"  unused events: {', '.join(f'{name} {count}' for name, count in sorted(record.unused.items()))}"
         click.echo(
@@ -99,6 +100,7 @@ def _as_json(members: list[Member]) -> dict[str, Any]:
                     **common,
                     "model": record.model,
                     "url": record.url,
+                    "dp_rank": record.dp_rank,
                     "block_size": record.block_size,
                     "blocks": record.blocks,
                     "seq": record.seq,

@@ -57,7 +57,7 @@ def test_an_engine_of_two_workers_passes_the_handshake_and_is_gone_with_its_kill
         try:
             assert actor.stdout is not None
             told = json.loads(actor.stdout.readline())
-            assert told["findings"] == ["base: ok", "salt: ok"]
+            assert told["findings"] == ["base: ok", "salt: ok", "tools: ok"]
             assert (told["facts"]["block_size"], told["facts"]["max_model_len"]) == (32, 4096)
             assert told["facts"]["models"] == [str(tiny)]
             below = descendants(actor.pid)
