@@ -81,6 +81,7 @@ class Collector:
         self._writing = False
         self._told_block_size = False
         self._dirty = False  # has this incarnation written anything?
+        self.media = False  # may what stands before an image be relied on?
         self.doubt = ""  # why no router should rely on these blocks, whatever the events say
         self._doubted_at = float("-inf")
         self._journal = 0  # blocks added by this incarnation since its journal was last turned
@@ -116,6 +117,7 @@ class Collector:
             seq=-1 if subscriber is None else subscriber.seq,
             trusted=not self.doubt and (subscriber is None or not subscriber.tracker.in_doubt),
             doubt=self.doubt,
+            media=self.media,
             unused=self._unused(),
         )
 

@@ -38,6 +38,12 @@ _TOOL = {
     },
 }
 _CALL = {"name": "look_up", "arguments": '{"word": "Zaunkönig", "language": "de"}'}
+MEDIA = "media"
+_GREY = (  # 64 by 64 pixels
+    "iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAAAAACPAi4CAAAAKUlEQVR42u3MQREAAAwCIKMb3RD77SAA6VEEAoFAIBAIBAKBQCAQfA8G"
+    "320AeXC6efoAAAAASUVORK5CYII="
+)
+_IMAGE = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{_GREY}"}}
 _TOOL_ROUND = (  # ids of nine characters: some templates insist
     {"role": "assistant", "content": None, "tool_calls": [{"id": "canary001", "type": "function", "function": _CALL}]},
     {"role": "tool", "tool_call_id": "canary001", "content": "wren"},
@@ -54,10 +60,15 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one canary showed. `variant`: base, salt, tools or adapter NAME; `problem`: empty where all agrees."""
+    """What one canary showed. `variant`: base, salt, tools, adapter NAME, media; `problem`: empty where all agrees."""
 
     variant: str
     problem: str = ""
+
+    @property
+    def doubt(self) -> str:
+        """Why nothing that the engine caches should be relied on. What goes wrong with media concerns those alone."""
+        return str(self) if self.problem and self.variant != MEDIA else ""
 
     def __str__(self) -> str:
         return f"{self.variant}: {self.problem or 'ok'}"
@@ -83,8 +94,8 @@ class _NoSuchRequests(Exception):
 
 
 async def shake_hands(engine: Engine, encoder: Encoder, nonce: str, adapters: Sequence[str] = ()) -> list[Finding]:
-    """One finding for each of: the base model, a salted prompt, a chat with tools where the template shows them and the
-    engine takes them, every adapter. `nonce` must be new for every call.
+    """One finding for each of: the base model, a salted prompt, every adapter; and, where model and engine take such
+    requests, a chat with tools and one with an image. `nonce` must be new for every call.
 
     Raises OSError where the engine does not answer at all.
     """
@@ -102,7 +113,9 @@ async def shake_hands(engine: Engine, encoder: Encoder, nonce: str, adapters: Se
                 problem = await _try(engine, encoder, f"{nonce} {name} again", fields)
             findings.append(Finding(name, problem))
             if problem == _NO_EVENTS:
-                break
+                return findings
+    with suppress(_NoSuchRequests):
+        findings.append(Finding(MEDIA, await _try_media(engine, encoder, nonce)))
     return findings
 
 
@@ -133,6 +146,35 @@ async def _try(engine: Engine, encoder: Encoder, nonce: str, fields: dict[str, A
     if problem:
         return await _which_ids_differ(engine, encoder, path, body, prompt, unless_equal=problem)
     return await _repeat_problem(engine, path, body, prompt)
+
+
+async def _try_media(engine: Engine, encoder: Encoder, nonce: str) -> str:
+    """Is what stands before an image cached as it is without one? Some models put images in front of everything."""
+    text = " ".join(["Canary", nonce, *(f"and number {i}" for i in range(_BLOCKS * engine.block_size // 3 + 1))])
+    turns = [{"role": "user", "content": text}, {"role": "assistant", "content": "Yes."}]
+    common = {"model": engine.model, "max_tokens": 1, "temperature": 0, **_salt(nonce + "-media")}
+    without = {**common, "messages": [*turns, {"role": "user", "content": "What is this?"}]}
+    with_image = {**common, "messages": [*turns, {"role": "user", "content": [_IMAGE]}]}
+    try:
+        head = encoder.prompt(CHAT, with_image)
+    except RouterError as error:
+        raise _NoSuchRequests from error
+    before = await engine.counters()
+    try:
+        if (await _ask(engine, CHAT, without))[0] != 200:
+            raise _NoSuchRequests
+        status, answer = await _ask(engine, CHAT, with_image)
+    except OSError as error:
+        return f"a chat with an image got no answer: {error}"
+    if 400 <= status < 500:
+        raise _NoSuchRequests
+    if status != 200:
+        return f"the engine refused a chat with an image: {status}"
+    hashes = chain(head.root, head.token_ids, engine.block_size)
+    cached, expected = _cached_tokens(answer) or 0, len(hashes) * engine.block_size
+    if cached < expected:
+        return f"of a chat with an image {cached} tokens were cached, not the {expected} before it"
+    return await _events_problem(engine, hashes, before)
 
 
 def _canary(engine: Engine, encoder: Encoder, nonce: str, fields: dict[str, Any]) -> tuple[str, dict[str, Any], Prompt]:

@@ -90,10 +90,15 @@ class Replica:
             findings = await handshake.shake_hands(under_test, encoder, uuid4().hex, adapters)
         except OSError as error:
             findings = [Finding("base", f"the canary got no answer: {error}")]
-        problems = [str(finding) for finding in findings if finding.problem]
-        for problem in problems:
-            logger.error("%s does not cache what the router computes: %s", record.replica_id, problem)
-        collector.doubt = "; ".join(problems)
+        doubts = [finding.doubt for finding in findings if finding.doubt]
+        for doubt in doubts:
+            logger.error("%s does not cache what the router computes: %s", record.replica_id, doubt)
+        collector.doubt = "; ".join(doubts)
+        media = [finding for finding in findings if finding.variant == handshake.MEDIA]
+        for finding in media:
+            if finding.problem:
+                logger.warning("%s: requests with media are routed by load: %s", record.replica_id, finding.problem)
+        collector.media = any(not finding.problem for finding in media)
         return findings
 
     async def _stats(self) -> dict[str, int]:

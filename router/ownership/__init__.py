@@ -34,7 +34,8 @@ class ReplicaRecord:
     `trusted` is False while its collector is not sure of its engine's blocks, and for good where its engine was found
     not to cache what the router computes (`doubt` says what differs). Such a replica gets no credit. `unused` counts
     what its engine's events told that could not be used, by the collector's name for the reason; empty where all was.
-    `dp_rank`: the replica is one of several data-parallel ranks behind `url`.
+    `media`: it was seen to cache what stands before an image as the router computes it. `dp_rank`: it is one of several
+    data-parallel ranks behind `url`.
     """
 
     replica_id: str
@@ -46,6 +47,7 @@ class ReplicaRecord:
     trusted: bool = True
     doubt: str = ""
     unused: Mapping[str, int] = field(default_factory=dict)
+    media: bool = False
     dp_rank: int | None = None
 
 

@@ -12,7 +12,7 @@ from replicas.process import EngineFailed
 from replicas.replica import Replica
 from router.ownership.memory import MemoryOwnershipMap
 from router.prompt import PromptEncoder
-from serve.cli.fleet_check import Line
+from serve.cli.fleet_check import Line, agreed, by_load
 from serve.config import AppConfig
 
 
@@ -39,10 +39,9 @@ async def _engine(app: AppConfig, encoder: PromptEncoder, rank: int) -> Line:
         await replica.stop()
     if replica.record.doubt:
         return Line(name, True, f"does not cache what is computed for it: {replica.record.doubt}")
-    variants = ", ".join(one.variant for one in findings)
-    if not app.engine.events_endpoints:
-        return Line(name, False, f"canaries ({variants}) are cached as computed; its KV events are not read{sources}")
-    return Line(name, False, f"canaries ({variants}) are in its KV events and cached as computed")
+    seen = "in its KV events and " if app.engine.events_endpoints else ""
+    text = f"canaries ({agreed(findings)}) are {seen}cached as computed{by_load(findings)}"
+    return Line(name, False, text if seen else f"{text}; its KV events are not read{sources}")
 
 
 async def _sources(url: str) -> str:

@@ -88,11 +88,20 @@ async def _replica(
         findings = await handshake.shake_hands(engine, encoder, uuid4().hex, adapters)
     except (OSError, OwnershipUnavailable) as error:
         return Line(name, True, f"{record.url} got no answer to a canary ({error})")
-    problems = [str(one) for one in findings if one.problem] or ([record.doubt] if record.doubt else [])
+    problems = [one.doubt for one in findings if one.doubt] or ([record.doubt] if record.doubt else [])
     if problems:
         return Line(name, True, f"does not cache what is computed for it: {'; '.join(problems)}")
     seen = "in the map and " if tells_events else "(no KV events) "
-    return Line(name, False, f"canaries ({', '.join(one.variant for one in findings)}) are {seen}cached as computed")
+    return Line(name, False, f"canaries ({agreed(findings)}) are {seen}cached as computed{by_load(findings)}")
+
+
+def agreed(findings: Sequence[handshake.Finding]) -> str:
+    return ", ".join(one.variant for one in findings if not one.problem)
+
+
+def by_load(findings: Sequence[handshake.Finding]) -> str:
+    """What is routed by load without anything being wrong."""
+    return "".join(f"; {one.variant} is routed by load: {one.problem}" for one in findings if one.problem)
 
 
 def _heard(ownership: RedisOwnershipMap, replica_id: str) -> Callable[[], Awaitable[Mapping[str, int]]]:

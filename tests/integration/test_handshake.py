@@ -135,6 +135,42 @@ async def test_an_engine_that_takes_no_tools_is_not_doubted_for_it(
         assert await shake_hands(under_test, encoder, nonce()) == [Finding("base"), Finding("salt")]
 
 
+def takes_images(monkeypatch: pytest.MonkeyPatch, cached: int, status: int = 200) -> None:
+    """The emulated engine takes none; this one answers a chat with an image with so many cached tokens."""
+
+    async def answer(url: str, body: Any, **more: Any) -> tuple[int, bytes]:
+        if "image_url" in json.dumps(body):
+            usage = {"prompt_tokens": 999, "prompt_tokens_details": {"cached_tokens": cached}}
+            return status, json.dumps({"usage": usage}).encode()
+        return await post(url, body, **more)
+
+    monkeypatch.setattr("replicas.handshake.post", answer)
+
+
+async def test_an_engine_that_caches_what_stands_before_an_image_is_relied_on_for_it(
+    encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    takes_images(monkeypatch, cached=10_000)
+    ownership = MemoryOwnershipMap(time.monotonic)
+    replica = await Replica.start("r", CONFIG, ownership, encoder=encoder)
+    try:
+        assert (replica.record.trusted, replica.record.media, replica.record.doubt) == (True, True, "")
+    finally:
+        await replica.stop()
+
+
+@pytest.mark.parametrize(("cached", "status", "why"), [(0, 200, "0 tokens were cached"), (0, 500, "refused")])
+async def test_an_engine_that_does_not_is_trusted_with_all_but_media(
+    encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch, cached: int, status: int, why: str
+) -> None:
+    takes_images(monkeypatch, cached, status)
+    async with engine() as under_test:
+        *others, media = await shake_hands(under_test, encoder, nonce())
+    assert others == AGREED
+    assert (media.variant, media.doubt) == ("media", "")
+    assert why in media.problem
+
+
 async def test_events_in_a_format_that_nobody_can_read_are_named(
     encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
