@@ -75,6 +75,13 @@ def test_what_is_predicted_is_what_vllm_reports(fleet: Live, tiny: Path) -> None
     assert len({one.replica for one in outcomes}) == 2
 
 
+def test_p8_of_a_prompt_of_exactly_four_cached_blocks_three_are_promised_and_reused(fleet: Live, tiny: Path) -> None:
+    body = {"model": str(tiny), "prompt": list(range(20_000, 20_128)), "max_tokens": 1, "temperature": 0}
+    cold, warm = (fleet.request("POST", "/v1/completions", body) for _ in range(2))
+    assert (cold.predicted, cold.cached) == (0, 0)
+    assert (warm.predicted, warm.cached) == (96, 96)
+
+
 def test_a_killed_engine_core_is_noticed_and_the_other_replica_serves_on(fleet: Live, tiny: Path) -> None:
     core = next(pid for pid in descendants(fleet.process.pid) if command_of(pid).startswith("VLLM::EngineCore"))
     server = int(Path(f"/proc/{core}/stat").read_text().rpartition(")")[2].split()[1])
