@@ -65,7 +65,8 @@ class _Node:
 class BlockSet:
     """`model`: the base model's served name. `block_size`: tokens, the engine's own, as its prompts are hashed.
 
-    At most `max_parked` blocks wait for a parent; further ones are dropped and counted.
+    At most `max_parked` blocks wait for a parent; further ones are dropped and counted. `offloaded`: blocks that lie in
+    another tier than the GPU's memory, by the engine's names; they are told of, and no credit.
     `counters`: stored, removed, duplicates (a further copy stored), reports (blocks told again without a copy),
     unknown_removals, parked, attached, parked_dropped, cleared, ignored, broken, and skipped_* by reason: medium,
     remote, kind, group, shape, block_size, lora, extra_keys.
@@ -76,6 +77,7 @@ class BlockSet:
         self.seen_block_size: int | None = None
         self.counters: Counter[str] = Counter()
         self.parked = 0
+        self.offloaded: set[EngineBlockHash] = set()
         self._model = model
         self._max_parked = max_parked
         self._nodes: dict[EngineBlockHash, _Node] = {}
@@ -114,6 +116,8 @@ class BlockSet:
     # --- stored -----------------------------------------------------------------------------------------------------
 
     def _store(self, event: BlockStored) -> None:
+        if event.medium not in _GPU:
+            self.offloaded.update(event.block_hashes)
         reason = self._skip_reason(event)
         if reason is not None:
             self.counters[f"skipped_{reason}"] += len(event.block_hashes) or 1
@@ -237,6 +241,7 @@ class BlockSet:
     def _remove(self, event: BlockRemoved) -> None:
         if event.medium not in _GPU or event.locality == "REMOTE":
             self.counters["skipped_medium"] += len(event.block_hashes)
+            self.offloaded.difference_update(event.block_hashes)
             return
         if event.group_idx is not None and self._group is not None and event.group_idx != self._group:
             self.counters["skipped_group"] += len(event.block_hashes)
@@ -270,6 +275,7 @@ class BlockSet:
             self._note(own, there=False)
         self._published.clear()
         self._nodes.clear()
+        self.offloaded.clear()
         self.parked = 0
 
     # --- published --------------------------------------------------------------------------------------------------

@@ -24,6 +24,14 @@ from router.types import BlockHash, Slot
 logger = logging.getLogger(__name__)
 
 _DOUBT_PAUSE_S = 60.0
+_UNUSED = (
+    "events_undecodable",
+    "events_malformed",
+    "blocks_skipped",
+    "blocks_ignored",
+    "blocks_broken",
+    "blocks_parked_d",
+)
 
 
 class _Doubted(Exception):
@@ -58,6 +66,7 @@ class Collector:
         self._blocks = self._new_blocks()
         self._subscriber: Subscriber | None = None
         self._told_block_size = False
+        self.media = False  # may what stands before an image be relied on?
         self.doubt = ""  # why no router should rely on these blocks, whatever the events say
         self._doubted_at = float("-inf")
         self._doubted = asyncio.Event()
@@ -104,7 +113,12 @@ class Collector:
             doubt=self.doubt,
             pending=len(self._writer.pending),
             digest=self._blocks.digest,
+            media=self.media,
+            unused=self._unused(),
         )
+
+    def _unused(self) -> dict[str, int]:
+        return {name: count for name, count in self.stats().items() if count and name.startswith(_UNUSED)}
 
     async def holds(self, hashes: Sequence[BlockHash]) -> bool:
         """Has the engine told of all these blocks?"""
@@ -134,6 +148,7 @@ class Collector:
         return stats | {
             "blocks": len(self._blocks),
             "parked": self._blocks.parked,
+            "offloaded": len(self._blocks.offloaded),
             "pending": len(self._writer.pending),
         }
 

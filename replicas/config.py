@@ -21,6 +21,7 @@ class EngineConfig:
     on the CPU, all its workers together.
     `endpoints`: base URLs of `external` engines, one a replica, with their ZMQ `events_endpoints` and
     `replay_endpoints` in the same order (or none at all: then there is no credit for their blocks).
+    `data_parallel_size`: ranks behind each URL, each one a replica; the ZMQ endpoints are then those of rank 0.
     """
 
     kind: str = "emulated"
@@ -46,6 +47,12 @@ class EngineConfig:
     endpoints: tuple[str, ...] = ()
     events_endpoints: tuple[str, ...] = ()
     replay_endpoints: tuple[str, ...] = ()
+    data_parallel_size: int = 1
+
+    @property
+    def num_external(self) -> int:
+        """Replicas that `endpoints` stand for: one for each data-parallel rank of each server."""
+        return len(self.endpoints) * self.data_parallel_size
 
     @property
     def name(self) -> str:
@@ -61,8 +68,11 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
-        if self.tensor_parallel_size < 1:
-            raise ValueError(f"tensor_parallel_size must be at least 1, not {self.tensor_parallel_size}")
+        for name in ("tensor_parallel_size", "data_parallel_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.data_parallel_size > 1 and self.kind != "external":
+            raise ValueError("data_parallel_size is for external engines; use more replicas instead")
         if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {self.gpu_memory_utilization}")
         for name in ("speed", "start_timeout_s"):
@@ -83,5 +93,7 @@ class EngineConfig:
             given = getattr(self, name)
             if given and len(given) != len(self.endpoints):
                 raise ValueError(f"{name} has {len(given)} entries for {len(self.endpoints)} endpoints")
+            if len(set(given)) != len(given):
+                raise ValueError(f"{name} names one endpoint twice: every replica needs its own engine's")
         if self.replay_endpoints and not self.events_endpoints:
             raise ValueError("replay_endpoints needs events_endpoints")

@@ -21,7 +21,7 @@ from uuid import uuid4
 
 from replicas.config import EngineConfig
 from replicas.process import EngineFailed, EngineProcess
-from replicas.vllm_command import installed_version
+from replicas.vllm_command import installed_version, refused_flags
 
 NO_VLLM = (
     "vLLM isn't installed for this Python: `make install-vllm` installs its build for machines without a GPU; "
@@ -31,11 +31,13 @@ NO_VLLM = (
 
 @dataclass(frozen=True, slots=True)
 class EngineEndpoints:
-    """`url`: base of the HTTP API, without /v1. `events`, `replay`: ZMQ, None where the engine tells no events."""
+    """`url`: base of the HTTP API, without /v1. `events`, `replay`: ZMQ, None where the engine tells no events.
+    `dp_rank`: which one of several data-parallel ranks behind that URL; requests must be pinned to it."""
 
     url: str
     events: str | None = None
     replay: str | None = None
+    dp_rank: int | None = None
 
 
 class Engine(Protocol):
@@ -102,22 +104,33 @@ class VllmEngine(LocalEngine):
     async def start(self) -> EngineEndpoints:
         if not vllm_is_there(self._config):
             raise EngineFailed(NO_VLLM)
-        return await super().start()
+        try:
+            return await super().start()
+        except EngineFailed as error:
+            if not (advice := refused_flags(str(error), _flags(self._config.args))):
+                raise
+            raise EngineFailed(f"{advice}\n{error}") from error
 
     def _environment(self) -> dict[str, str]:
         return vllm_environment(self._config, os.environ)
 
 
 class ExternalEngine:
-    """Somebody else's server, the `rank`-th of the configured endpoints: nothing is started or stopped."""
+    """Somebody else's server, the `rank`-th of the configured endpoints: nothing is started or stopped.
+
+    Of a server with several data-parallel ranks each is a replica: its cache is its own, and so are its events.
+    """
 
     def __init__(self, config: EngineConfig, name: str, host: str, rank: int) -> None:
-        if rank >= len(config.endpoints):
-            raise EngineFailed(f"{name} is replica {rank}, but endpoints has {len(config.endpoints)} entries")
+        if rank >= config.num_external:
+            ranks = f" of {config.data_parallel_size} ranks" if config.data_parallel_size > 1 else ""
+            raise EngineFailed(f"{name} is replica {rank}, but endpoints has {len(config.endpoints)} entries{ranks}")
+        server, dp_rank = divmod(rank, config.data_parallel_size)
         self._endpoints = EngineEndpoints(
-            config.endpoints[rank].rstrip("/").removesuffix("/v1"),
-            config.events_endpoints[rank] if config.events_endpoints else None,
-            config.replay_endpoints[rank] if config.replay_endpoints else None,
+            config.endpoints[server].rstrip("/").removesuffix("/v1"),
+            rank_endpoint(config.events_endpoints[server], dp_rank) if config.events_endpoints else None,
+            rank_endpoint(config.replay_endpoints[server], dp_rank) if config.replay_endpoints else None,
+            dp_rank if config.data_parallel_size > 1 else None,
         )
 
     async def start(self) -> EngineEndpoints:
@@ -128,6 +141,14 @@ class ExternalEngine:
 
     async def stop(self) -> None:
         return
+
+
+def rank_endpoint(endpoint: str, dp_rank: int) -> str:
+    """Where vLLM publishes the events of a data-parallel rank, `endpoint` being that of rank 0."""
+    head, colon, port = endpoint.rpartition(":")
+    if not dp_rank:
+        return endpoint
+    return f"{head}{colon}{int(port) + dp_rank}" if port.isdigit() else f"{endpoint}_dp{dp_rank}"
 
 
 def make_engine(config: EngineConfig, name: str, host: str = "127.0.0.1", rank: int = 0) -> Engine:
@@ -179,7 +200,7 @@ _OWNED = {
     "--port": "each replica takes a free one",
     "--model": "use the field model",
     "--kv-events-config": "the replica subscribes to the events on sockets of its own",
-    "--data-parallel-size": "use more replicas instead",
+    "--data-parallel-size": "use more replicas; a server of yours with several ranks can be an external engine",
 }
 _SHORT = {"-tp": "--tensor-parallel-size", "-dp": "--data-parallel-size"}
 

@@ -21,12 +21,19 @@ _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """Told by the engine itself. Tokens; `num_blocks` is vLLM's number, with the null block. None: not told."""
+    """Told by the engine itself. Tokens; `num_blocks` is vLLM's number, with the null block. None: not told.
+    `ranks`: data-parallel ranks behind its API, each with a cache of its own."""
 
     block_size: int | None
     max_model_len: int | None
     num_blocks: int | None = None
     models: tuple[str, ...] = ()
+    ranks: int = 1
+
+
+def pinned(dp_rank: int | None) -> dict[str, str]:
+    """Headers that make a vLLM server with several data-parallel ranks use that one."""
+    return {} if dp_rank is None else {"x-data-parallel-rank": str(dp_rank)}
 
 
 async def get(url: str, timeout_s: float = 5.0, headers: Mapping[str, str] | None = None) -> tuple[int, bytes]:
@@ -63,23 +70,27 @@ async def read_facts(url: str, headers: Mapping[str, str] | None = None) -> Engi
     models = _models(body) if status == 200 else []
     lengths = [length for card in models if isinstance(length := card.get("max_model_len"), int)]
     status, body = await get(f"{url}/metrics", headers=headers)
-    labels = _cache_config(body.decode("utf-8", "replace")) if status == 200 else {}
+    configs = _cache_configs(body.decode("utf-8", "replace")) if status == 200 else []
+    labels = configs[0] if configs else {}
     return EngineFacts(
         block_size=_positive(labels.get("block_size")),
         max_model_len=max(lengths, default=None),
         num_blocks=_positive(labels.get("num_gpu_blocks")),
         models=tuple(str(card.get("id")) for card in models),
+        ranks=max(1, len({config.get("engine") for config in configs})),
     )
 
 
-async def read_load(url: str, headers: Mapping[str, str] | None = None) -> dict[str, float]:
-    """`num_running`, `num_waiting` (requests), `kv_cache_usage` (0..1), as far as told. Raises OSError."""
-    status, body = await get(f"{url}/metrics", headers=headers)
+async def read_load(url: str, dp_rank: int | None = None) -> dict[str, float]:
+    """`num_running`, `num_waiting` (requests), `kv_cache_usage` (0..1), as far as told, of all data-parallel ranks
+    together or of one. Raises OSError."""
+    status, body = await get(f"{url}/metrics")
     if status != 200:
         raise ConnectionError(f"{url}/metrics answered {status}")
     values: dict[str, list[float]] = {}
     for sample in _SAMPLE.finditer(body.decode("utf-8", "replace")):
-        values.setdefault(sample["name"], []).append(float(sample["value"]))
+        if dp_rank is None or dict(_LABEL.findall(sample["labels"] or "")).get("engine") == str(dp_rank):
+            values.setdefault(sample["name"], []).append(float(sample["value"]))
     return {name: total(values[metric]) for name, (metric, total) in _LOAD.items() if metric in values}
 
 
@@ -91,11 +102,11 @@ def _models(body: bytes) -> list[dict[str, object]]:
     return [card for card in data if isinstance(card, dict)] if isinstance(data, list) else []
 
 
-def _cache_config(text: str) -> dict[str, str]:
-    for sample in _SAMPLE.finditer(text):
-        if sample["name"] in ("vllm:cache_config_info", "vllm:cache_config") and sample["labels"]:
-            return dict(_LABEL.findall(sample["labels"]))
-    return {}
+def _cache_configs(text: str) -> list[dict[str, str]]:
+    """One a data-parallel rank."""
+    names = ("vllm:cache_config_info", "vllm:cache_config")
+    samples = [sample for sample in _SAMPLE.finditer(text) if sample["name"] in names and sample["labels"]]
+    return [dict(_LABEL.findall(sample["labels"])) for sample in samples]
 
 
 def _positive(text: str | None) -> int | None:

@@ -7,13 +7,14 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from uuid import uuid4
 
 from replicas import handshake
 from replicas.collector import Collector
 from replicas.config import EngineConfig
 from replicas.engine import Engine, EngineEndpoints, make_engine
-from replicas.engine_api import EngineFacts, get, read_facts, read_load
+from replicas.engine_api import EngineFacts, get, pinned, read_facts, read_load
 from replicas.handshake import Encoder, Finding
 from replicas.process import EngineFailed
 from router.ownership import OwnershipMap, ReplicaRecord
@@ -58,7 +59,9 @@ class Replica:
         try:
             endpoints = await engine.start()
             facts = await _facts(endpoints.url, config)
-            record = ReplicaRecord(replica_id, config.name, facts.block_size or 0, endpoints.url)
+            record = ReplicaRecord(
+                replica_id, config.name, facts.block_size or 0, endpoints.url, dp_rank=endpoints.dp_rank
+            )
             collector = Collector(ownership, record, endpoints.events, endpoints.replay, lease_s=lease_s)
             await collector.start()
         except BaseException:
@@ -68,7 +71,12 @@ class Replica:
             async with asyncio.timeout(lease_s):
                 await collector.joined.wait()
         replica = cls(engine, endpoints, facts, collector)
-        if encoder is not None:
+        if facts.ranks > config.data_parallel_size:
+            # Which of them gets a request is the engine's choice, so nothing about its cache can be promised.
+            ranks = f"it has {facts.ranks} data-parallel ranks, and data_parallel_size is {config.data_parallel_size}"
+            logger.error("%s: %s", replica_id, ranks)
+            collector.doubt = ranks
+        elif encoder is not None:
             await replica.shake_hands(encoder, adapters)
         return replica
 
@@ -76,16 +84,25 @@ class Replica:
         """See `replicas.handshake`. What differs is logged as an error, and told to the map as the replica's doubt."""
         collector, record = self.collector, self.collector.record
         holds = collector.holds if self._endpoints.events else None
-        under_test = handshake.Engine(self.url, record.model, record.block_size, holds, collector.stats)
+        headers = pinned(record.dp_rank)
+        under_test = handshake.Engine(self.url, record.model, record.block_size, holds, self._stats, headers)
         try:
             findings = await handshake.shake_hands(under_test, encoder, uuid4().hex, adapters)
         except OSError as error:
             findings = [Finding("base", f"the canary got no answer: {error}")]
-        problems = [str(finding) for finding in findings if finding.problem]
-        for problem in problems:
-            logger.error("%s does not cache what the router computes: %s", record.replica_id, problem)
-        collector.doubt = "; ".join(problems)
+        doubts = [finding.doubt for finding in findings if finding.doubt]
+        for doubt in doubts:
+            logger.error("%s does not cache what the router computes: %s", record.replica_id, doubt)
+        collector.doubt = "; ".join(doubts)
+        media = [finding for finding in findings if finding.variant == handshake.MEDIA]
+        for finding in media:
+            if finding.problem:
+                logger.warning("%s: requests with media are routed by load: %s", record.replica_id, finding.problem)
+        collector.media = any(not finding.problem for finding in media)
         return findings
+
+    async def _stats(self) -> dict[str, int]:
+        return self.collector.stats()
 
     @property
     def record(self) -> ReplicaRecord:
@@ -104,7 +121,7 @@ class Replica:
 
     async def load(self) -> dict[str, float]:
         """`num_running`, `num_waiting` (requests) and `kv_cache_usage` (0..1) as the engine reports them."""
-        return await read_load(self.url)
+        return await read_load(self.url, self._endpoints.dp_rank)
 
     async def stop(self, drain_timeout_s: float = 0.0) -> None:
         """Leave the map, let the engine finish what it runs for at most `drain_timeout_s`, and stop it."""
@@ -147,6 +164,10 @@ async def _facts(url: str, config: EngineConfig) -> EngineFacts:
         has, wanted = getattr(told, name), getattr(config, name)
         if has is not None and wanted is not None and has != wanted:
             logger.warning("the engine at %s has %s %d, not %d as configured; its own counts", url, name, has, wanted)
-    return EngineFacts(
-        told.block_size or config.block_size, told.max_model_len or config.max_model_len, told.num_blocks, told.models
+    if told.ranks < config.data_parallel_size:
+        raise EngineFailed(f"{url} has {told.ranks} data-parallel ranks, not {config.data_parallel_size} as configured")
+    return replace(
+        told,
+        block_size=told.block_size or config.block_size,
+        max_model_len=told.max_model_len or config.max_model_len,
     )

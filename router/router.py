@@ -25,6 +25,7 @@ from router.config import RouterConfig
 from router.errors import Fenced, OwnershipFull, OwnershipUnavailable, UnknownPrompt
 from router.hashing import reusable_blocks
 from router.load import Bookings, Reservation
+from router.media import estimated_tokens
 from router.ownership import Lease, Match, OwnershipMap, RouterRecord, Snapshot, Write
 from router.policies import Policy, Request, load_policy
 from router.tasks import end
@@ -55,8 +56,9 @@ class PromptSource(Protocol):
 class Asked:
     """A request with all that is known about its prompt, not placed yet.
 
-    `hashes`: every full block; an engine can reuse the first `reusable` of them. `note` says why nothing is known.
-    `session` stands for its conversation, where its client told: among replicas of equal cost it has a favourite.
+    `hashes`: every full block; an engine can reuse the first `reusable` of them. `head_only`: what follows them is not
+    known, for there are media in it. `note` says why nothing is known. `session` stands for its conversation, where its
+    client told: among replicas of equal cost it has a favourite.
     """
 
     num_tokens: int
@@ -66,6 +68,7 @@ class Asked:
     snapshot: Snapshot = field(default_factory=Snapshot)
     note: str = ""
     session: int = 0
+    head_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +149,17 @@ class Router:
         except UnknownPrompt as error:
             self.counters[f"unknown_prompt.{error.reason}"] += 1
             snapshot = await self._ask(())
-            return Asked(size // _BYTES_A_TOKEN, snapshot=snapshot, note=f"no token ids: {error}")
+            tokens = estimated_tokens(body) if error.reason == "multimodal" else size // _BYTES_A_TOKEN
+            return Asked(tokens, snapshot=snapshot, note=f"no token ids: {error}")
         hashes = prompt.hashes if block_size else ()
         reusable = reusable_blocks(prompt.num_tokens, block_size) if block_size and prompt.reusable else 0
         snapshot = await self._ask(hashes[:reusable])
         note = self.degraded or ("" if prompt.reusable else "the engine recomputes this prompt")
-        return Asked(prompt.num_tokens, block_size, hashes, reusable, snapshot, note)
+        if not prompt.whole:
+            self.counters["head_only"] += 1
+            if not any(record.media for record in snapshot.replicas.values()):
+                note = note or "no token ids: multimodal: no engine has shown what it caches before media"
+        return Asked(prompt.num_tokens, block_size, hashes, reusable, snapshot, note, head_only=not prompt.whole)
 
     def decide(self, asked: Asked, candidates: Sequence[ReplicaId]) -> Decision:
         """Rank without booking anything. `candidates` must not be empty."""
@@ -165,7 +173,8 @@ class Router:
             best = decision.candidates[0].view
             slot = _slots(asked.snapshot).get(best.replica_id)
             uncached = max(0, asked.num_tokens - best.overlap_blocks * asked.block_size)
-            claimed = asked.hashes[best.owned_blocks :] if asked.reusable else ()
+            sure = not asked.head_only or (slot is not None and _credited(asked, slot))
+            claimed = asked.hashes[best.owned_blocks :] if asked.reusable and sure else ()
             reservation = self._bookings.reserve(best.replica_id, slot, uncached, claimed, self._clock())
             if held := _held_blocks(asked):
                 self._branches.note(asked.hashes[held - 1])
@@ -326,7 +335,8 @@ def _slots(snapshot: Snapshot) -> dict[str, Slot]:
 def _credited(asked: Asked, slot: Slot) -> bool:
     """May this replica's blocks be compared with the prompt's, and relied on?"""
     record = asked.snapshot.replicas[slot]
-    return record.trusted and record.block_size == asked.block_size
+    comparable = record.media or not asked.head_only
+    return record.trusted and record.block_size == asked.block_size and comparable
 
 
 def _promised(asked: Asked, slot: Slot | None) -> int:

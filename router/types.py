@@ -22,12 +22,14 @@ class Prompt:
 
     `token_ids` holds little-endian uint32 values, 4 bytes a token. `root` is the parent hash of the first block
     (model, adapter and salt live there). `reusable` is False where the engine recomputes the whole prompt whatever
-    it holds (`echo` with log-probabilities, `prompt_logprobs`).
+    it holds (`echo` with log-probabilities, `prompt_logprobs`). `whole` is False where only the beginning is known, and
+    more follows (see `router.media`).
     """
 
     token_ids: bytes
     root: BlockHash
     reusable: bool = True
+    whole: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -36,11 +38,13 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class HashedPrompt:
-    """A prompt as the router needs it. `hashes`: its full blocks, in order; see `Prompt` for `reusable`."""
+    """A prompt as the router needs it. `hashes`: its full blocks, in order; see `Prompt` for `reusable` and `whole`.
+    Where it isn't whole, `num_tokens` is an estimate, more than the hashes stand for."""
 
     num_tokens: int
     hashes: Sequence[BlockHash]
     reusable: bool = True
+    whole: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ def _replica_options(args: AppConfig) -> dict[str, Any]:
         "request_router_config": RequestRouterConfig(request_router_class=_REQUEST_ROUTER),  # type: ignore[arg-type]
     }
     if args.autoscaling is None:
-        return {**options, "num_replicas": args.replicas}
+        return {**options, "num_replicas": args.num_replicas}
     bounds = args.autoscaling
     options["autoscaling_config"] = AutoscalingConfig(
         min_replicas=bounds.min_replicas,

@@ -90,6 +90,18 @@ class AppConfig(BaseModel):
         """Where the router finds tokenizer and chat template: the engine's own files unless `tokenizer` is given."""
         return self.tokenizer or self.engine.model or self.model
 
+    @property
+    def num_replicas(self) -> int:
+        """How many are started; of external engines as many as there are."""
+        return self.engine.num_external or self.replicas
+
+    @model_validator(mode="after")
+    def _all_external(self) -> AppConfig:
+        there = self.engine.num_external
+        if there and "replicas" in self.model_fields_set and self.replicas != there:
+            raise ValueError(f"replicas is {self.replicas}, but engine.endpoints stands for {there}: leave it out")
+        return self
+
     @model_validator(mode="after")
     def _one_name(self) -> AppConfig:
         if self.engine.served_model_name:

@@ -214,7 +214,7 @@ class Dispatcher:
             trial = breaker.sent()
             outcome: Outcome = "neutral"
             try:
-                outcome = await self._exchange(job, pick, candidate.url)
+                outcome = await self._exchange(job, pick, candidate)
             except UpstreamFailed as error:
                 logger.warning("replica %s failed: %s", candidate.replica_id, error)
                 outcome = "lost"
@@ -225,7 +225,7 @@ class Dispatcher:
         finally:
             pick.close()
 
-    async def _exchange(self, job: _Job, pick: Pick, url: str) -> Outcome:
+    async def _exchange(self, job: _Job, pick: Pick, candidate: Candidate) -> Outcome:
         decision, placement = pick.decision, pick.placement
         assert decision is not None
         if placement is not None:
@@ -236,13 +236,17 @@ class Dispatcher:
             if placement is not None:
                 self._router.first_token(placement)
 
-        scope = job.scope
         request = self._upstream.request(
-            url, scope["method"], target(scope), job.headers, job.body, resend=self._limits.resend or not job.generates
+            candidate.url,
+            job.scope["method"],
+            target(job.scope),
+            candidate.pin(job.headers),
+            job.body,
+            resend=self._limits.resend or not job.generates,
         )
         async with request as response:
             if response.status >= 500:
-                await self._judge(job, response.status, url)
+                await self._judge(job, response.status, candidate.url)
             response.fail_when_silent(self._limits.idle_timeout_s)
             await relay(response, job.send, job.answer, decision_headers(decision), on_first_chunk)
         if placement is not None and job.answer.cached_tokens is not None:

@@ -61,6 +61,12 @@ class Metrics:
         self.doubts = Gauge("whohas_replica_doubt", "1: found not to conform; no credit", ["replica"], registry=r)
         self.left_out = Gauge("whohas_replicas_left_out", "Replicas without requests because they failed", registry=r)
         self.blocks = Gauge("whohas_replica_blocks", "KV blocks owned", ["replica"], registry=r)
+        self.unused = Gauge(
+            "whohas_replica_unused_kv_events",
+            "What an engine's KV events told that could not be used, since its start",
+            ["replica", "reason"],
+            registry=r,
+        )
 
     def decided(self, decision: Decision, seconds: float) -> None:
         """`seconds` since the request arrived."""
@@ -78,12 +84,14 @@ class Metrics:
         self.degraded.set(degraded)
         self.left_out.set(left_out)
         self.replicas.set(len(fleet.replicas))
-        for gauge in (self.blocks, self.trust, self.doubts):
+        for gauge in (self.blocks, self.trust, self.doubts, self.unused):
             gauge.clear()
         for record in fleet.replicas.values():
             self.blocks.labels(record.replica_id).set(record.blocks)
             self.trust.labels(record.replica_id).set(trust.get(record.replica_id, 1.0))
             self.doubts.labels(record.replica_id).set(bool(record.doubt))
+            for reason, count in record.unused.items():
+                self.unused.labels(record.replica_id, reason).set(count)
 
     def text(self) -> str:
         return generate_latest(self.registry).decode()

@@ -50,7 +50,8 @@ class ReplicaActor:
 
     def record_replica_metadata(self) -> dict[str, Any]:
         record = self._replica.record
-        return {"url": record.url, "model": record.model, "block_size": record.block_size}
+        told = {"url": record.url, "model": record.model, "block_size": record.block_size}
+        return told if record.dp_rank is None else {**told, "dp_rank": record.dp_rank}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         return {ONGOING: self._load.get("num_running", 0.0) + self._load.get("num_waiting", 0.0)}

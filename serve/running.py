@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from replicas.engine_api import pinned
 from router.types import ReplicaId
+from serve.asgi import Headers
 
 if TYPE_CHECKING:
     from ray.serve.request_router import RunningReplica
@@ -19,10 +21,20 @@ _running: dict[tuple[str, str], Sequence[RunningReplica]] = {}
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A running replica: its id and the base URL of its engine's HTTP server."""
+    """A running replica: its id, the base URL of its engine's HTTP server, and, where that has several data-parallel
+    ranks, the one that this replica is."""
 
     replica_id: ReplicaId
     url: str
+    dp_rank: int | None = None
+
+    def pin(self, headers: Headers) -> Headers:
+        """The headers of a request to this replica."""
+        if self.dp_rank is None:
+            return headers
+        pins = [(key.encode(), value.encode()) for key, value in pinned(self.dp_rank).items()]
+        names = {key for key, _ in pins}
+        return [*(pair for pair in headers if pair[0].lower() not in names), *pins]
 
 
 def update(app: str, deployment: str, replicas: Sequence[RunningReplica]) -> None:
@@ -36,4 +48,4 @@ def candidates(app: str, deployment: str) -> list[Candidate]:
 
 
 def candidate_of(replica_id: str, metadata: Mapping[str, Any]) -> Candidate:
-    return Candidate(ReplicaId(replica_id), str(metadata["url"]))
+    return Candidate(ReplicaId(replica_id), str(metadata["url"]), metadata.get("dp_rank"))

@@ -34,7 +34,9 @@ class ReplicaRecord:
     `trusted` is False while its collector is not sure of its engine's blocks or of what the map says of them, and for
     good where its engine was found not to cache what the router computes (`doubt` says what differs). Such a replica
     gets no credit. `digest` is that of the `blocks` it holds (see `BlockSet`); `pending` of them, or of those that it
-    held, are still to be told.
+    held, are still to be told. `unused` counts what its engine's events told that could not be used, by the collector's
+    name for the reason; empty where all was. `media`: it was seen to cache what stands before an image as the router
+    computes it. `dp_rank`: it is one of several data-parallel ranks behind `url`.
     """
 
     replica_id: str
@@ -47,6 +49,9 @@ class ReplicaRecord:
     doubt: str = ""
     pending: int = 0
     digest: int = 0
+    unused: Mapping[str, int] = field(default_factory=dict)
+    media: bool = False
+    dp_rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

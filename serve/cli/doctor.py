@@ -15,16 +15,16 @@ from typing import Literal
 import click
 
 from replicas.engine import vllm_device
-from replicas.vllm_command import installed_version
+from replicas.vllm_command import TESTED, installed_version
 from router.errors import ModelNotFound, OwnershipUnavailable, RouterError
 from router.ownership.client import safe_url, server_info
 from router.ownership.redis import RedisOwnershipMap, fleets
 from router.prompt import CHAT_PATH, PromptEncoder
-from serve.cli import fleet_check, state
-from serve.cli.preflight import Problem, config_from_file, num_gpus, vllm_problem
+from serve.cli import engine_check, fleet_check, state
+from serve.cli.preflight import Problem, config_from_file, config_from_options, num_gpus, vllm_problem
 from serve.config import DEFAULT_REDIS, AppConfig
 
-_TESTED = {"ray": ("2.60",), "vllm": ("0.32",), "redis": (), "valkey": ("9.1",)}
+_TESTED = {"ray": ("2.60",), "vllm": TESTED, "redis": (), "valkey": ("9.1",)}
 _NEEDED = {"redis": (7, 0), "valkey": (7, 2)}
 _OPTIONS = ("engine", "model", "tokenizer", "replicas", "redis", "profile", "block_size", "max_model_len")
 _NO_OPTIONS = dict.fromkeys((*_OPTIONS, "tensor_parallel_size", "engine_arg"))
@@ -45,15 +45,18 @@ class Check:
     "--redis", "url", help="Redis URL.  [default: CONFIG's, $WHOHAS_REDIS, or that of the running `whohas up`]"
 )
 @click.option("--port", type=click.IntRange(1, 65535), help="HTTP port.  [default: CONFIG's, or 8000]")
+@click.option("--endpoints", help="Comma-separated base URLs of vLLM servers that whohas shall be put in front of.")
+@click.option("--model", help="With --endpoints: what they serve, a Hugging Face id or directory.")
+@click.option("--tokenizer", help="With --endpoints: tokenizer directory or id, where it is not the model's own.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def doctor(config: str | None, url: str | None, port: int | None, as_json: bool) -> None:
-    """Check versions, Redis, GPUs, port and model files; and in a running fleet, that every engine caches what is
-    computed for it (each answers a few tiny prompts).
+def doctor(config: str | None, url: str | None, port: int | None, as_json: bool, **servers: str | None) -> None:
+    """Check versions, Redis, GPUs, port and model files; and of servers that run already, in a fleet or to be put into
+    one, that every engine caches what is computed for it (each answers a few tiny prompts).
 
     CONFIG is a Serve config file (see examples/). Exit code 1 if something is wrong.
     """
     try:
-        app, file_port = config_from_file(config, _NO_OPTIONS) if config else (None, None)
+        app, file_port = _config(config, servers)
     except Problem as problem:
         checks = [Check("config", "wrong", str(problem))]
     else:
@@ -64,6 +67,16 @@ def doctor(config: str | None, url: str | None, port: int | None, as_json: bool)
         for check in checks:
             click.echo(f"{check.status:<6}{check.name:<18}{check.text}")
     sys.exit(any(check.status == "wrong" for check in checks))
+
+
+def _config(path: str | None, servers: dict[str, str | None]) -> tuple[AppConfig | None, int | None]:
+    if servers["endpoints"]:
+        if path:
+            raise Problem("a config file names its endpoints itself: give it or --endpoints")
+        return config_from_options({**_NO_OPTIONS, **servers}), None
+    if servers["model"] or servers["tokenizer"]:
+        raise Problem("--model and --tokenizer go with --endpoints; a config file has its own")
+    return config_from_file(path, _NO_OPTIONS) if path else (None, None)
 
 
 def _redis_url(given: str | None, app: AppConfig | None) -> str:
@@ -84,6 +97,9 @@ def _examine(app: AppConfig | None, redis: str, port: int) -> Iterator[Check]:
     if app:
         encoder, checks = _model(app)
         yield from checks
+    if app and encoder and app.engine.kind == "external":
+        for line in asyncio.run(engine_check.examine(app, encoder)):
+            yield Check(line.name, "wrong" if line.wrong else "ok", line.text)
     reachable, checks = _redis(redis)
     yield from checks
     if reachable:

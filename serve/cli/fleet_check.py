@@ -4,11 +4,12 @@ engine caches."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from uuid import uuid4
 
 from replicas import handshake
+from replicas.engine_api import pinned
 from router.errors import ModelNotFound, OwnershipUnavailable
 from router.ownership import Match, Member, ReplicaRecord
 from router.ownership.redis import RedisOwnershipMap
@@ -79,17 +80,38 @@ async def _replica(
         record.model,
         record.block_size,
         _holds(ownership, member.lease.slot) if tells_events else None,
-        dict,
+        _heard(ownership, record.replica_id),
+        pinned(record.dp_rank),
+        ", or never reach the map",
     )
     try:
         findings = await handshake.shake_hands(engine, encoder, uuid4().hex, adapters)
     except (OSError, OwnershipUnavailable) as error:
         return Line(name, True, f"{record.url} got no answer to a canary ({error})")
-    problems = [str(one) for one in findings if one.problem] or ([record.doubt] if record.doubt else [])
+    problems = [one.doubt for one in findings if one.doubt] or ([record.doubt] if record.doubt else [])
     if problems:
         return Line(name, True, f"does not cache what is computed for it: {'; '.join(problems)}")
     seen = "in the map and " if tells_events else "(no KV events) "
-    return Line(name, False, f"canaries ({', '.join(one.variant for one in findings)}) are {seen}cached as computed")
+    return Line(name, False, f"canaries ({agreed(findings)}) are {seen}cached as computed{by_load(findings)}")
+
+
+def agreed(findings: Sequence[handshake.Finding]) -> str:
+    return ", ".join(one.variant for one in findings if not one.problem)
+
+
+def by_load(findings: Sequence[handshake.Finding]) -> str:
+    """What is routed by load without anything being wrong."""
+    return "".join(f"; {one.variant} is routed by load: {one.problem}" for one in findings if one.problem)
+
+
+def _heard(ownership: RedisOwnershipMap, replica_id: str) -> Callable[[], Awaitable[Mapping[str, int]]]:
+    """What the replica says of its engine's events, with its last renewal."""
+
+    async def heard() -> Mapping[str, int]:
+        records = [record for _, record in await _living(ownership) if record.replica_id == replica_id]
+        return {"batches": records[0].seq + 1, **records[0].unused} if records else {}
+
+    return heard
 
 
 def _holds(ownership: RedisOwnershipMap, slot: Slot) -> Callable[[Sequence[BlockHash]], Awaitable[bool]]:

@@ -105,7 +105,10 @@ def _show(name: str, members: list[Member]) -> None:
     )
     for member, record in replicas:
         load = loads.get(member.lease.slot, Load())
-        mark = "" if record.trusted else f"  no credit: {record.doubt or 'not sure of its blocks just now'}"
+        rank = "" if record.dp_rank is None else f" rank {record.dp_rank}"
+        mark = rank if record.trusted else f"{rank}  no credit: {record.doubt or 'not sure of its blocks just now'}"
+        if record.unused:
+            mark += f"  unused events: {', '.join(f'{name} {count}' for name, count in sorted(record.unused.items()))}"
         click.echo(
             f"  {record.replica_id:<20}{member.lease.epoch:>15}{_lease(member):>8}{record.blocks:>9}{record.seq:>9}"
             f"{load.num_waiting:>9}{load.num_decoding:>10}{load.prefill_tokens:>16}  {record.url}{mark}"
@@ -131,11 +134,13 @@ def _as_json(members: list[Member]) -> dict[str, Any]:
                     **common,
                     "model": record.model,
                     "url": record.url,
+                    "dp_rank": record.dp_rank,
                     "block_size": record.block_size,
                     "blocks": record.blocks,
                     "seq": record.seq,
                     "trusted": record.trusted,
                     "doubt": record.doubt,
+                    "unused_events": dict(record.unused),
                     "num_waiting": load.num_waiting,
                     "num_decoding": load.num_decoding,
                     "prefill_tokens": load.prefill_tokens,

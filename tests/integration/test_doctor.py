@@ -16,12 +16,15 @@ from typing import Any
 import pytest
 
 from replicas.config import EngineConfig
+from replicas.engine import make_engine
 from replicas.replica import Replica
 from router.model_files import _find_folder
+from router.ownership import ReplicaRecord
 from router.ownership.redis import RedisOwnershipMap
 from router.prompt import PromptEncoder
 from router.types import Prompt
-from serve.cli import fleet_check
+from serve.cli import engine_check, fleet_check
+from serve.config import AppConfig
 from tests.integration.live import MODEL, WHOHAS, Live, config_file, free_port
 
 pytestmark = pytest.mark.integration
@@ -44,7 +47,9 @@ def test_a_sound_fleet_passes_and_every_engine_shows_what_it_caches(live: Live, 
     assert {"Python", "Ray", "vLLM", "GPUs", "port", "tokenizer", "chat template", "Valkey", "fleet"} <= set(lines)
     assert lines["fleet"]["text"] == f"{MODEL}: 4 replicas, all with blocks of 16 tokens"
     replicas = [line for name, line in lines.items() if name.startswith("replica ")]
-    assert [line["text"] for line in replicas] == ["canaries (base, salt) are in the map and cached as computed"] * 4
+    assert [line["text"] for line in replicas] == [
+        "canaries (base, salt, tools) are in the map and cached as computed"
+    ] * 4
 
 
 def test_the_lines_for_people_are_one_each(live: Live, tmp_path: Path) -> None:
@@ -137,6 +142,49 @@ async def test_an_engine_with_another_root_than_the_routers_is_wrong(
         lines = await fleet_check.examine(valkey_url, fleet, encoder, ())
     assert [line.wrong for line in lines] == [False, True]
     assert "does not cache what is computed for it" in lines[1].text
+
+
+async def test_what_a_replica_heard_of_its_engine_s_events_is_read_from_the_map(valkey_url: str, fleet: str) -> None:
+    ownership = RedisOwnershipMap(valkey_url, fleet, look_up_timeout_s=30.0)
+    await ownership.connect()
+    try:
+        record = ReplicaRecord("r0", MODEL, 16, seq=7, unused={"blocks_broken": 3})
+        await ownership.join("r0", record, 60.0)
+        assert await fleet_check._heard(ownership, "r0")() == {"batches": 8, "blocks_broken": 3}
+        assert await fleet_check._heard(ownership, "r1")() == {}
+    finally:
+        await ownership.close()
+
+
+async def test_servers_that_run_already_are_checked_before_whohas_is_in_front_of_them(
+    valkey_url: str, tmp_path: Path
+) -> None:
+    at = await (engine := make_engine(CONFIG, "engine")).start()
+    external = {"kind": "external", "endpoints": (at.url,), "events_endpoints": (at.events,)}
+    encoder = PromptEncoder.load(MODEL, "builtin")
+    try:
+        there = ("--redis", valkey_url, "--port", str(free_port()), "--endpoints", at.url)
+        what = ("--model", MODEL, "--tokenizer", "builtin")
+        code, lines = await asyncio.to_thread(doctor, *there, *what, home=tmp_path)
+        assert code == 0, lines
+        text = "canaries (base, salt, tools) are cached as computed; its KV events are not read"
+        assert lines[f"engine {at.url}"]["text"] == text
+        app = AppConfig.model_validate({"model": MODEL, "tokenizer": "builtin", "engine": external})
+        (line,) = await engine_check.examine(app, encoder)
+        assert line.text == "canaries (base, salt, tools) are in its KV events and cached as computed"
+        (line,) = await engine_check.examine(app.model_copy(update={"model": "other"}), encoder)
+        assert (line.wrong, line.text.startswith(f"it serves {MODEL}, not other")) == (True, True)
+    finally:
+        await engine.stop()
+    (line,) = await engine_check.examine(app, encoder)
+    assert (line.wrong, "doesn't answer" in line.text) == (True, True)
+
+
+def test_options_for_servers_say_what_they_go_with(tmp_path: Path) -> None:
+    code, lines = doctor("--model", MODEL, home=tmp_path)
+    assert (code, "--endpoints" in lines["config"]["text"]) == (1, True)
+    code, lines = doctor(str(config_file(tmp_path)), "--endpoints", "http://127.0.0.1:1", home=tmp_path)
+    assert (code, "--endpoints" in lines["config"]["text"]) == (1, True)
 
 
 async def test_a_replica_that_does_not_answer_is_wrong(valkey_url: str, fleet: str) -> None:

@@ -307,6 +307,7 @@ def test_the_emulated_engine_gets_only_what_was_set() -> None:
         ({"kind": "external"}, "endpoints"),
         ({"kind": "external", "endpoints": ("127.0.0.1:1",)}, "endpoints"),
         ({"kind": "external", "endpoints": ("http://a", "http://b"), "events_endpoints": ("tcp://a:1",)}, "events_"),
+        ({"kind": "external", "endpoints": ("http://a", "http://b"), "events_endpoints": ("tcp://a:1",) * 2}, "twice"),
     ],
 )
 def test_a_wrong_setting_is_named(fields: dict[str, object], named: str) -> None:

