@@ -76,7 +76,7 @@ class PromptEncoder:
         fast: bool = False,
     ) -> None:
         self.model = model
-        self._files = files
+        self.files = files
         self._tokenizer = files.tokenizer
         self._text = TextEncoder(files.tokenizer, fast=fast)
         self._memo = PrefixMemo(self._text.packed, self._text.cuts) if self._text.cuts else None
@@ -231,7 +231,7 @@ class PromptEncoder:
         if effort is not None and "enable_thinking" not in (chosen or {}):
             own["enable_thinking"] = effort != "none"
         variables: dict[str, Any] = {
-            **self._files.special_tokens,
+            **self.files.special_tokens,
             "documents": None,
             **self._options.default_chat_template_kwargs,
             "tools": tools,

@@ -32,20 +32,27 @@ def chats(
     source: str, special_tokens: Mapping[str, str], content_format: ContentFormat, *, count: int = 400, seed: int = 13
 ) -> Iterator[dict[str, Any]]:
     """Contexts as a template gets them: messages and variables. `source` is the template's."""
-    draw = _Draw(random.Random(seed), parse_template(source))
+    for body in bodies(source, count=count, seed=seed):
+        messages = conversation(body.pop("messages"), content_format)
+        variables = {"documents": None, **body.pop("chat_template_kwargs"), **body}
+        yield {**special_tokens, **variables, "tools": tool_dicts(body.get("tools")), "messages": messages}
+
+
+def bodies(source: str, *, count: int, seed: int, words: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+    """The same as bodies of requests. `words`: what texts are to be made of besides the template's own."""
+    draw = _Draw(random.Random(seed), parse_template(source), words)
     for _ in range(count):
-        messages = conversation(draw.messages(), content_format)
-        yield {**special_tokens, **draw.variables(), "messages": messages}
+        yield {"messages": draw.messages(), **draw.fields()}
 
 
 class _Draw:
     """Values at random, from what the template mentions."""
 
-    def __init__(self, rng: random.Random, tree: nodes.Template) -> None:
+    def __init__(self, rng: random.Random, tree: nodes.Template, words: Sequence[str]) -> None:
         self._rng = rng
         constants = [str(node.value) for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
         printed = [node.data.strip() for node in tree.find_all(nodes.TemplateData)]
-        self._words = sorted({word for word in (*constants, *printed) if 0 < len(word) <= _MOST_LETTERS})
+        self._words = sorted({word for word in (*constants, *printed, *words) if 0 < len(word) <= _MOST_LETTERS})
         attributes = [node.attr for node in tree.find_all(nodes.Getattr)]
         self._keys = [*_KEYS, *sorted({key for key in (*constants, *attributes) if key.isidentifier()})]
         self._variables = sorted(meta.find_undeclared_variables(tree) - _GIVEN - GLOBAL_NAMES)
@@ -67,7 +74,7 @@ class _Draw:
         return draw.choice(_SCALARS) if self._often(0.5) else self.text(2)
 
     def messages(self) -> list[dict[str, Any]]:
-        if self._often(0.4):
+        if self._often(0.3):
             return [self._message(self._rng.choice(_ROLES)) for _ in range(self._rng.randint(1, 6))]
         found = [self._message("system")] if self._often(0.5) else []
         for _ in range(self._rng.randint(1, 4)):
@@ -100,7 +107,7 @@ class _Draw:
     def _call(self) -> dict[str, Any]:
         arguments = {self._rng.choice(self._keys): self.value() for _ in range(self._rng.randint(0, 4))}
         function = {"name": self.text(2), "arguments": json.dumps(arguments)}
-        return {"type": "function", "function": function, **({"id": self.text(2)} if self._often(0.7) else {})}
+        return {"type": "function", "function": function, **({"id": self.text(2)} if self._often(0.95) else {})}
 
     def _tool(self) -> dict[str, Any]:
         function: dict[str, Any] = {"name": self.text(2)}
@@ -129,13 +136,16 @@ class _Draw:
             found[draw.choice(list(found))] = self.value(1)
         return found
 
-    def variables(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"add_generation_prompt": self._often(0.7), "documents": None, "tools": None}
+    def fields(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"add_generation_prompt": self._often(0.7)}
         if self._often(0.4):
-            found["tools"] = tool_dicts([self._tool() for _ in range(self._rng.randint(1, 3))])
+            found["tools"] = [self._tool() for _ in range(self._rng.randint(1, 3))]
         if self._often(0.1):
             found["documents"] = [{"title": self.text(2), "text": self.text(3)} for _ in range(self._rng.randint(0, 2))]
-        for name in self._variables:
-            if self._often(0.4):
-                found[name] = self._rng.choice((True, False, None, "", self.text(2), 0, 3))
+        values = (True, False, None, "", 0, 3)
+        found["chat_template_kwargs"] = {
+            name: self.text(2) if self._often(0.2) else self._rng.choice(values)
+            for name in self._variables
+            if self._often(0.4)
+        }
         return found
