@@ -10,10 +10,20 @@ import sys
 import time
 from pathlib import Path
 
-from tests.bench import cpu_profile, decision, emulated_lag, overhead, ownership, real_vllm, start, tau_sessions
+from tests.bench import (
+    cpu_profile,
+    decision,
+    emulated_lag,
+    loop_lag,
+    overhead,
+    ownership,
+    real_vllm,
+    start,
+    tau_sessions,
+)
 from tests.bench.report import Options, Table, load_average, machine
 
-_MODULES = (start, overhead, decision, ownership, emulated_lag, tau_sessions, real_vllm, cpu_profile)
+_MODULES = (start, overhead, decision, loop_lag, ownership, emulated_lag, tau_sessions, real_vllm, cpu_profile)
 _ALL = {one.name: one for one in (module.BENCHMARK for module in _MODULES)}
 
 
