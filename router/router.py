@@ -31,6 +31,7 @@ from router.policies import Policy, Request, load_policy
 from router.tasks import end
 from router.trust import DOUBT, TrustBook
 from router.types import BlockHash, Decision, HashedPrompt, Load, ReplicaId, ReplicaView, Slot
+from router.workers import Workers
 
 _RETRY_S = 0.5
 """How long after a failed look-up the map is left alone: a dead Redis must not cost every request the time-out."""
@@ -116,13 +117,16 @@ class Router:
         self._changed = asyncio.Event()
         self._teller: asyncio.Task[None] | None = None
         self._retry_at = self._fleet_at = float("-inf")
+        self._workers = Workers()
 
     async def start(self) -> None:
         """Join the fleet. A map that can't be reached is no reason to fail: it is tried again and again."""
+        await self._workers.start()
         await self._tell()
         self._teller = asyncio.create_task(self._keep_telling(), name="whohas-teller")
 
     async def close(self) -> None:
+        self._workers.close()
         await end(self._teller)
         if self._lease is not None:
             with contextlib.suppress(OwnershipUnavailable):
@@ -143,7 +147,7 @@ class Router:
         work = (path, body, block_size or 1)
         try:
             if size > self._prompts.off_loop_bytes:
-                prompt = await asyncio.to_thread(self._prompts.hashed, *work)
+                prompt = await self._workers.run(self._prompts.hashed, *work)
             else:
                 prompt = self._prompts.hashed(*work)
         except UnknownPrompt as error:

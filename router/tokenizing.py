@@ -37,8 +37,9 @@ class TextEncoder:
                 logger.warning("prompts are tokenised whole: cut into pieces %r has other ids", wrong)
             else:
                 self.cuts = cuts
+        self.prover = threading.Thread(target=self._adopt_faster, args=(added,), name="whohas-tokenizer", daemon=True)
         if fast:
-            threading.Thread(target=self._adopt_faster, args=(added,), name="whohas-tokenizer", daemon=True).start()
+            self.prover.start()
 
     def ids(self, text: str) -> list[int]:
         """Raises UnicodeError or TypeError for text that isn't Unicode (lone surrogates)."""
@@ -79,8 +80,7 @@ class TextEncoder:
                 self.why = f"fastokens has other ids for {wrong!r}"
             else:
                 self._ids, self.backend = ids, "fastokens"
-        if self.why:
-            logger.info("tokenising with tokenizers: %s", self.why)
+        logger.info("tokenising with %s", f"tokenizers: {self.why}" if self.why else self.backend)
 
 
 def _difference(reference: Ids, other: Ids, added: Sequence[str]) -> str:

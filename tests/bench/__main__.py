@@ -14,6 +14,7 @@ from tests.bench import (
     cpu_profile,
     decision,
     emulated_lag,
+    loop_lag,
     overhead,
     ownership,
     policies,
@@ -23,7 +24,18 @@ from tests.bench import (
 )
 from tests.bench.report import Options, Table, load_average, machine
 
-_MODULES = (start, overhead, decision, ownership, emulated_lag, policies, tau_sessions, real_vllm, cpu_profile)
+_MODULES = (
+    start,
+    overhead,
+    decision,
+    loop_lag,
+    ownership,
+    emulated_lag,
+    policies,
+    tau_sessions,
+    real_vllm,
+    cpu_profile,
+)
 _ALL = {one.name: one for one in (module.BENCHMARK for module in _MODULES)}
 
 

@@ -106,7 +106,7 @@ async def _run(options: Options) -> list[Table]:
     columns: dict[str, Steps] = {}
     loads = [load_average()]
     encoder = PromptEncoder.load(prompts.MODEL, "builtin", fast=True)
-    await _fast(encoder)
+    backends = encoder.settle(180)
     for size, words in _SIZES.items():
         repeats = options.times(_REPEATS[size], 5)
         for name, measure in ((f"{size}K cold", _cold), (f"{size}K new turn", _turns)):
@@ -127,7 +127,7 @@ async def _run(options: Options) -> list[Table]:
             [
                 f"repeated {', '.join(f'{options.times(n, 5)} x {size}K' for size, n in _REPEATS.items())}",
                 f"{_REPLICAS} replicas, one holds the chat; new turn: an answer and a question of 125 words later",
-                f"tokenizer: fastokens; load {' '.join(loads)}",
+                f"{', '.join(f'{part}: {who}' for part, who in backends.items())}; load {' '.join(loads)}",
             ],
         )
     ]
@@ -213,15 +213,6 @@ async def _bench(encoder: PromptEncoder) -> AsyncIterator[_Bench]:
                     await router.close()
                 await ownership.close()
                 await collectors.close()
-
-
-async def _fast(encoder: PromptEncoder) -> None:
-    """Until the encoder has its faster tokenizer, as an ingress has a few seconds after its start."""
-    async with asyncio.timeout(180):
-        while encoder._text.backend == "tokenizers":
-            if encoder._text.why:
-                raise RuntimeError(encoder._text.why)
-            await asyncio.sleep(0.05)
 
 
 BENCHMARK = Benchmark("decision", "CPU of one decision in process, by step", run)

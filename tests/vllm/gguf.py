@@ -66,13 +66,15 @@ class _Reader:
         return self.scalar(_SCALARS[kind])
 
 
-def read_gguf(path: Path) -> Gguf:
+def read_gguf(path: Path, *, tensors: bool = True) -> Gguf:
     reader = _Reader(memoryview(path.read_bytes()))
     if bytes(reader.data[:4]) != b"GGUF":
         raise ValueError(f"{path} is no GGUF file")
     reader.at = 8
     num_tensors, num_keys = reader.scalar("Q"), reader.scalar("Q")
     metadata = {reader.text(): reader.value(reader.scalar("I")) for _ in range(num_keys)}
+    if not tensors:
+        return Gguf(metadata, {})
     headers = []
     for _ in range(num_tensors):
         name = reader.text()
@@ -80,8 +82,8 @@ def read_gguf(path: Path) -> Gguf:
         headers.append((name, shape[::-1], reader.scalar("I"), reader.scalar("Q")))
     alignment = metadata.get("general.alignment", 32)
     start = -(-reader.at // alignment) * alignment
-    tensors = {name: _DECODERS[kind](reader.data[start + at :], shape) for name, shape, kind, at in headers}
-    return Gguf(metadata, tensors)
+    decoded = {name: _DECODERS[kind](reader.data[start + at :], shape) for name, shape, kind, at in headers}
+    return Gguf(metadata, decoded)
 
 
 def _f32(data: memoryview, shape: list[int]) -> Weights:
@@ -144,7 +146,7 @@ def convert_gguf(path: Path, folder: Path) -> None:
         "torch_dtype": "bfloat16",
     }
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    _write_tokenizer(told, folder)
+    write_tokenizer(told, folder)
 
 
 def _name(name: str) -> str:
@@ -166,7 +168,8 @@ def _in_halves(tensor: Weights, heads: int) -> Weights:
     return tensor.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def _write_tokenizer(told: dict[str, Any], folder: Path) -> None:
+def write_tokenizer(told: dict[str, Any], folder: Path) -> None:
+    """The tokenizer's files, from a GGUF's metadata."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokens: list[str] = told["tokenizer.ggml.tokens"]

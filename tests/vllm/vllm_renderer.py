@@ -1,10 +1,9 @@
-"""vLLM's own renderer on the builtin tokenizer's files, with no engine: request body -> token ids."""
+"""vLLM's own renderer on a tokenizer's files, with no engine: request body -> token ids."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +16,6 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.renderers import renderer_from_config
 from vllm.renderers.online_renderer import OnlineRenderer
 
-from router.model_files import _builtin_folder
 from tests.vllm.vllm_scheduler import SHAPE
 
 
@@ -26,11 +24,9 @@ class Refused(Exception):
 
 
 class VllmRenderer:
-    """`folder` is for the model's files: the builtin tokenizer's and a config.json."""
+    """`folder` has the tokenizer's files (see `tests.vllm.tokenizer_files`); a config.json is added."""
 
     def __init__(self, folder: Path) -> None:
-        for file in _builtin_folder().iterdir():
-            shutil.copy(file, folder)
         (folder / "config.json").write_text(json.dumps({**SHAPE, "vocab_size": 151_936}))
         model = ModelConfig(model=str(folder), dtype="float32", max_model_len=SHAPE["max_position_embeddings"])
         self._renderer = OnlineRenderer(
