@@ -121,7 +121,7 @@ class Router:
 
     async def start(self) -> None:
         """Join the fleet. A map that can't be reached is no reason to fail: it is tried again and again."""
-        await self._workers.start()
+        self._workers.start()
         await self._tell()
         self._teller = asyncio.create_task(self._keep_telling(), name="whohas-teller")
 

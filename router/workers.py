@@ -27,9 +27,10 @@ class Workers:
         self._count = count
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="whohas-prompt")
 
-    async def start(self) -> None:
+    def start(self) -> None:
         met = Barrier(self._count)  # so that no thread does the work of two
-        await asyncio.gather(*(self.run(met.wait, _START_S) for _ in range(self._count)))
+        for _ in range(self._count):
+            self._threads.submit(met.wait, _START_S)
 
     async def run(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         context = copy_context()

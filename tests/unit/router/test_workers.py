@@ -13,7 +13,7 @@ from router.workers import Workers
 
 async def test_the_threads_are_there_before_the_first_call_and_no_more_come() -> None:
     workers = Workers(2)
-    await workers.start()
+    workers.start()
     before = set(threading.enumerate())
     await asyncio.gather(*(workers.run(lambda: None) for _ in range(20)))
     assert set(threading.enumerate()) == before
@@ -32,7 +32,7 @@ async def test_a_call_gets_its_arguments_and_context_and_its_error_comes_back() 
 
 async def test_the_loop_runs_on_while_threads_are_busy_and_a_cancelled_call_never_begins() -> None:
     workers, go, begun = Workers(1), threading.Event(), []
-    await workers.start()
+    workers.start()
     first = asyncio.create_task(workers.run(go.wait, 60))
     second = asyncio.create_task(workers.run(lambda: begun.append("second")))
     await asyncio.sleep(0.05)
