@@ -43,6 +43,6 @@ def test_sessions_find_nearly_all_that_an_infinite_cache_has_and_round_robin_cle
     assert blind.hit_rate is not None
     assert found.hit_rate > bound - 0.03
     assert found.hit_rate > blind.hit_rate + 0.02
-    # Balance isn't asked for: one replica serves twenty sessions without a queue. `tests.bench tau` has all of them.
+    # Balance is asked for where nothing is chance: tests/sim, with all sessions.
     assert found.predictions is not None
     assert found.predictions.equal > 0.8 * found.predictions.compared
