@@ -27,6 +27,7 @@ def build(args: AppConfig) -> Application:
         health_check_period_s=2,
         graceful_shutdown_timeout_s=args.drain_s + 10,
         graceful_shutdown_wait_loop_s=0.2,
+        logging_config={"enable_access_log": args.ingress.access_log},
     )(serve.ingress()(Ingress))
     return ingress.bind(replicas.bind(args), args)
 

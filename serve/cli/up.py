@@ -224,14 +224,19 @@ def _wait_http(port: int, timeout_s: float = 60.0) -> None:
     import urllib.request
 
     end = time.monotonic() + timeout_s
+    last = ""
     while time.monotonic() < end:
-        with (
-            contextlib.suppress(urllib.error.URLError, OSError),
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5),
-        ):
-            return
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                return
+        except urllib.error.HTTPError as error:
+            with error:
+                last = f"{error}: {error.read(500).decode(errors='replace')}"
+        except OSError as error:
+            last = str(error)
         time.sleep(0.1)
-    raise Problem(f"nothing answers on port {port} after {timeout_s:.0f} s; see HAProxy's log in Ray's session folder")
+    why = f"({last}); see HAProxy's log in Ray's session folder"
+    raise Problem(f"/health on port {port} is not well after {timeout_s:.0f} s {why}")
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from tests.bench import (
     policies,
     real_vllm,
     start,
+    streams,
     tau_sessions,
 )
 from tests.bench.report import Options, Table, load_average, machine
@@ -27,6 +28,7 @@ from tests.bench.report import Options, Table, load_average, machine
 _MODULES = (
     start,
     overhead,
+    streams,
     decision,
     loop_lag,
     ownership,

@@ -1,6 +1,7 @@
 """The answer that costs next to nothing, as a raw ASGI application: the stand-in engine and the trivial endpoint.
 
-The headers `x-bench-chunks` (0: one JSON body) and `x-bench-gap-ms` say what to answer, so that no body is parsed.
+The headers `x-bench-chunks` (0: one JSON body) and `x-bench-gap-ms` say what to answer, so that no body is parsed; with
+`x-bench-mark` every chunk tells that mark and its own number.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
     headers = dict(scope["headers"])
     chunks = int(headers.get(b"x-bench-chunks", b"0"))
     gap_s = float(headers.get(b"x-bench-gap-ms", b"0")) / 1000
+    if mark := headers.get(b"x-bench-mark"):
+        await _numbered(receive, send, mark, chunks, gap_s)
+        return
     if chunks == 0:
         await send_whole(send, JSON, b"application/json")
         return
@@ -46,6 +50,30 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.body", "body": chunk, "more_body": i < chunks})
         if i < chunks:
             await asyncio.sleep(max(0.0, began + i * gap_s - clock()))
+
+
+def numbered(mark: bytes, number: int) -> bytes:
+    """An event like no other, with characters of several bytes in it."""
+    return b'data: {"mark":"%b","number":%d,"text":"%b"}\n\n' % (mark, number, "北🙂".encode() * (number % 7))
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+async def _numbered(receive: Any, send: Any, mark: bytes, chunks: int, gap_s: float) -> None:
+    """Ends when the client has gone, as an engine does."""
+    gone = asyncio.ensure_future(receive())
+    try:
+        start = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": start})
+        for i in range(chunks):
+            await send({"type": "http.response.body", "body": numbered(mark, i), "more_body": True})
+            await asyncio.wait([gone], timeout=gap_s)
+            if gone.done():
+                return
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+    finally:
+        gone.cancel()
 
 
 async def send_whole(send: Any, body: bytes, content_type: bytes) -> None:

@@ -31,18 +31,28 @@ def _answers() -> ModuleType:
 
 def _app(block_size: int) -> Any:
     answers = _answers()
-    metrics = b"".join(
-        (
-            b'vllm:cache_config_info{block_size="%d",num_gpu_blocks="1000000"} 1.0\n' % block_size,
-            b"vllm:num_requests_running 0\nvllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc 0\n",
+    running = 0
+
+    def metrics() -> bytes:
+        return b"".join(
+            (
+                b'vllm:cache_config_info{block_size="%d",num_gpu_blocks="1000000"} 1.0\n' % block_size,
+                b"vllm:num_requests_running %d\nvllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc 0\n" % running,
+            )
         )
-    )
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal running
         if scope["method"] == "POST":
-            await answers.answer(scope, receive, send)
+            running += 1
+            try:
+                await answers.answer(scope, receive, send)
+            finally:
+                running -= 1
+        elif scope["path"] == "/metrics":
+            await answers.send_whole(send, metrics(), b"text/plain")
         else:
-            known = {"/metrics": metrics, "/v1/models": b'{"data":[{"id":"bench"}]}'}
+            known = {"/v1/models": b'{"data":[{"id":"bench"}]}'}
             await answers.send_whole(send, known.get(scope["path"], b""), b"text/plain")
 
     return app

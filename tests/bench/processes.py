@@ -71,6 +71,12 @@ def find(roots: Iterable[int], text: str) -> list[int]:
     return [pid for pid in tree(roots) if text in command_line(pid)]
 
 
+def rss_mb(pid: int) -> float:
+    """Resident memory in MB (1e6 bytes)."""
+    fields = _read(f"/proc/{pid}/statm").split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6 if fields else 0.0
+
+
 def command_line(pid: int) -> str:
     return _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
 

@@ -43,10 +43,15 @@ class Up:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """whohas over instant engines, the trivial endpoint beside it behind the same HAProxy, and an engine's own URL."""
+    """whohas over instant engines, the trivial endpoint beside it behind the same HAProxy, and an engine's own URL.
+
+    `engines`: the base URLs of all; `redis`: where the fleet meets.
+    """
 
     up: Up
     valkey_pid: int
+    redis: str
+    engines: list[str]
     whohas: str
     trivial: str
     direct: str
@@ -87,8 +92,9 @@ def instant_stack(*, with_trivial: bool = True) -> Iterator[Stack]:
         up = stack.enter_context(running(str(config), "--redis", valkey.url))
         if with_trivial:
             _add_trivial(up.pid)
-        direct = asyncio.run(_engine_url(valkey.url))
-        yield Stack(up, valkey.pid, up.url + CHAT, up.url + trivial_app.ROUTE + CHAT, direct + CHAT)
+        engines = asyncio.run(_engine_urls(valkey.url))
+        urls = (up.url + CHAT, up.url + trivial_app.ROUTE + CHAT, engines[0] + CHAT)
+        yield Stack(up, valkey.pid, valkey.url, engines, *urls)
 
 
 def _config(redis: str) -> dict[str, Any]:
@@ -122,14 +128,13 @@ def _first(pid: int) -> str:
     return processes.command_line(pid).partition(" ")[0]
 
 
-async def _engine_url(redis: str) -> str:
+async def _engine_urls(redis: str) -> list[str]:
     ownership = RedisOwnershipMap(redis, MODEL)
     try:
         members = await ownership.members()
     finally:
         await ownership.close()
-    urls = [member.record.url for member in members if isinstance(member.record, ReplicaRecord)]
-    return urls[0]
+    return [member.record.url for member in members if isinstance(member.record, ReplicaRecord)]
 
 
 def _wait_ready(process: subprocess.Popen[bytes], log: Any) -> list[tuple[float, str]]:
