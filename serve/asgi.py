@@ -30,6 +30,12 @@ class HTTPError(Exception):
         self.retry_after_s = retry_after_s
 
 
+def path_of(scope: Scope) -> str:
+    """The path below where the application is mounted."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
 async def read_body(receive: Receive, limit: int, timeout_s: float) -> bytes:
     """The whole body. Raises HTTPError 413 above `limit` bytes and 408 when it takes longer than `timeout_s`."""
     parts: list[bytes] = []

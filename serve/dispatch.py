@@ -13,7 +13,7 @@ from typing import Protocol
 from router.router import Asked, Placement, Router
 from router.tasks import end
 from router.types import Decision, ReplicaId
-from serve.asgi import Headers, HTTPError, Scope, Send
+from serve.asgi import Headers, HTTPError, Scope, Send, path_of
 from serve.breaker import Breaker, Outcome
 from serve.config import IngressSection
 from serve.metrics import Metrics
@@ -200,7 +200,7 @@ class Dispatcher:
             raise AnswerBroken(why) from error
         try:
             async with asyncio.timeout(_FAREWELL_S):
-                await end_broken_stream(job.send, job.scope["path"], why)
+                await end_broken_stream(job.send, path_of(job.scope), why)
         except TimeoutError:
             raise AnswerBroken(f"{why}, and the client does not read") from error
 

@@ -15,7 +15,7 @@ from router.errors import InvalidRequest
 from router.prompt import parse_body
 from router.router import Asked, Router
 from router.types import Decision
-from serve.asgi import HTTPError, Receive, Scope, Send, read_body, send_error, send_json, send_whole
+from serve.asgi import HTTPError, Receive, Scope, Send, path_of, read_body, send_error, send_json, send_whole
 from serve.config import IngressSection
 from serve.dispatch import Dispatcher, Fleet, Pick
 from serve.metrics import Metrics
@@ -65,7 +65,7 @@ class Front:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1003, "reason": "whohas speaks HTTP only"})
             return
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = path_of(scope)
         try:
             await self._route(path, scope, receive, send)
         except HTTPError as error:
