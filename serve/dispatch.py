@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -136,10 +136,10 @@ class Dispatcher:
         except TimeoutError as error:
             raise HTTPError(503, "no replica is ready yet", "service_unavailable", retry_after_s=5) from error
 
-    def usable(self, candidates: Sequence[ReplicaId], tried: set[ReplicaId] | frozenset[ReplicaId]) -> list[ReplicaId]:
+    def usable(self, candidates: Sequence[ReplicaId], tried: Collection[ReplicaId] = ()) -> list[ReplicaId]:
         """Those that aren't left out and that this request has not failed on; if there is none, the next best."""
         fresh = [one for one in candidates if one not in tried] or list(candidates)
-        return [one for one in fresh if one not in self._breakers or self._breakers[one].usable] or fresh
+        return [one for one in fresh if (breaker := self._breakers.get(one)) is None or breaker.usable] or fresh
 
     async def dispatch(
         self, scope: Scope, body: bytes, send: Send, asked: Asked, *, generates: bool, started: float

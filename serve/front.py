@@ -154,8 +154,7 @@ class Front:
         except InvalidRequest as error:
             raise HTTPError(400, str(error), "invalid_request_error", error.param) from error
         asked = await self._asked("/v1/completions" if "prompt" in body else "/v1/chat/completions", scope, raw)
-        no_trials = frozenset[Any]()
-        pick = Pick(self._router, asked, lambda ids: self._dispatcher.usable(ids, no_trials), book=False)
+        pick = Pick(self._router, asked, self._dispatcher.usable, book=False)
         await self._dispatcher.pick(pick)
         assert pick.decision is not None
         await send_json(send, 200, explanation(pick.decision))
