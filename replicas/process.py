@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,9 @@ from replicas.engine_api import get
 _GUARD = Path(__file__).with_name("guard.py")
 _TAIL_LINES = 40
 _MAX_LINE_BYTES = 4000
+_FIRST_ERRORS = 5
+_ERROR = re.compile(r"(?:^|\] ?)(?:\w+\.)*\w*(?:Error|Exception|Exit)(?:: |$)")
+"""The line of a traceback that names the exception, also where a logger has put something in front."""
 
 
 class EngineFailed(RuntimeError):
@@ -43,6 +47,7 @@ class EngineProcess:
         self._env = None if env is None else dict(env)
         self._on_log = on_log or logging.getLogger(f"whohas.engine.{name}").info
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._errors: list[str] = []
         self._guard: subprocess.Popen[bytes] | None = None
         self._reader: threading.Thread | None = None
 
@@ -57,8 +62,10 @@ class EngineProcess:
 
     @property
     def tail(self) -> str:
-        """The last lines that it printed."""
-        return "\n".join(self._tail)
+        """The last lines that it printed, after the first errors that it told of before those: a server whose worker
+        fails ends with its own complaints, and what went wrong stands far above."""
+        last = list(self._tail)
+        return "\n".join([*(line for line in self._errors if line not in last), *last])
 
     async def start(self, grace_s: float = 10.0) -> None:
         """`grace_s`: between SIGTERM and SIGKILL should this process die. Raises `EngineFailed`."""
@@ -136,4 +143,6 @@ class EngineProcess:
                 text = line.decode("utf-8", "replace").rstrip()
                 if text:
                     self._tail.append(text)
+                    if len(self._errors) < _FIRST_ERRORS and _ERROR.search(text) and text not in self._errors:
+                        self._errors.append(text)
                     self._on_log(text)

@@ -11,6 +11,8 @@ from router.errors import UnknownPrompt
 
 # Claude Code's first system block, new with every request: vLLM leaves it out of the prompt.
 _VOLATILE = "x-anthropic-billing-header"
+# Where an image stands is all that is asked of it (see `router.media`).
+_IMAGE: Body = {"type": "image_url", "image_url": {"url": ""}}
 
 
 def from_messages(body: Mapping[str, Any], merge_inline_system: bool, disabled_thinking_effort: str) -> Body:
@@ -87,7 +89,7 @@ def _from_blocks(role: str, blocks: Iterable[Body], before: list[Body]) -> Body:
             if block.get("text"):
                 parts.append({"type": "text", "text": block["text"]})
         elif kind == "image":
-            raise UnknownPrompt("multimodal")
+            parts.append(_IMAGE)
         elif kind == "thinking":
             if block.get("thinking") is not None:
                 reasoning.append(string(block["thinking"], "text of a thinking block"))
@@ -106,7 +108,7 @@ def _from_blocks(role: str, blocks: Iterable[Body], before: list[Body]) -> Body:
     if calls:
         message["tool_calls"] = calls
     if parts:
-        message["content"] = parts[0]["text"] if len(parts) == 1 else parts
+        message["content"] = parts[0]["text"] if len(parts) == 1 and parts[0] is not _IMAGE else parts
     return message
 
 
@@ -116,10 +118,10 @@ def _tool_results(block: Mapping[str, Any]) -> list[Body]:
     if content is None or isinstance(content, str):
         return [{**call, "content": content or ""}]
     parts = _blocks(content)
-    if any(part.get("type") == "image" for part in parts):
-        raise UnknownPrompt("multimodal")
     texts = [string(part.get("text", ""), "text of a tool result") for part in parts if part.get("type") == "text"]
     results: list[Body] = [{**call, "content": "\n".join(texts)}]
+    if images := [_IMAGE for part in parts if part.get("type") == "image"]:
+        results.append({"role": "user", "content": images})
     named = [(p.get("tool_name") or p.get("name")) for p in parts if p.get("type") == "tool_reference"]
     references = [{"type": "tool_reference", "name": name} for name in named if name]
     return [*results, {**call, "content": references}] if references else results

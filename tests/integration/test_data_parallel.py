@@ -125,10 +125,10 @@ async def test_doctor_checks_every_rank(server: EngineEndpoints, encoder: Prompt
 
 
 def test_a_request_is_pinned_to_its_replica_s_rank_whatever_the_client_asked_for() -> None:
-    scope = {"path": "/v1/models", "headers": [(b"accept", b"*/*"), (b"X-Data-Parallel-Rank", b"0")]}
-    to_rank = candidate_of("r", {"url": "http://h", "dp_rank": 1}).pin(scope)
-    assert to_rank["headers"] == [(b"accept", b"*/*"), (b"x-data-parallel-rank", b"1")]
-    assert candidate_of("r", {"url": "http://h"}).pin(scope) is scope
+    sent = [(b"accept", b"*/*"), (b"X-Data-Parallel-Rank", b"0")]
+    to_rank = candidate_of("r", {"url": "http://h", "dp_rank": 1}).pin(sent)
+    assert to_rank == [(b"accept", b"*/*"), (b"x-data-parallel-rank", b"1")]
+    assert candidate_of("r", {"url": "http://h"}).pin(sent) is sent
 
 
 def test_replicas_of_external_engines_are_counted_not_set() -> None:

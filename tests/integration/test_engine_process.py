@@ -296,6 +296,29 @@ def test_the_emulated_engine_gets_only_what_was_set() -> None:
     assert "--block-size" not in argv
 
 
+async def test_what_went_wrong_is_told_also_where_it_stands_far_above_the_last_lines() -> None:
+    script = """
+print("(Worker pid=7) WARNING [utils.py:255] this can cause errors like `OSError: [Errno 24] Too many open files`")
+for _ in range(2):
+    print("(Worker pid=7) ERROR [executor.py:1063] ValueError: CPU offloading is for GPUs only", flush=True)
+for number in range(60):
+    print(f"  File a.py, line {number}, in main")
+print("RuntimeError: Engine core initialization failed. See root cause above.", flush=True)
+raise SystemExit(1)
+"""
+    process = EngineProcess("test", [sys.executable, "-c", script])
+    await process.start()
+    try:
+        with pytest.raises(EngineFailed) as failed:
+            await process.wait_ready("http://127.0.0.1:1", DEADLINE_S)
+    finally:
+        await process.stop()
+    lines = str(failed.value).splitlines()
+    assert lines[1] == "(Worker pid=7) ERROR [executor.py:1063] ValueError: CPU offloading is for GPUs only"
+    assert lines[2] == "  File a.py, line 21, in main"
+    assert lines[-1].startswith("RuntimeError: Engine core initialization failed")
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [

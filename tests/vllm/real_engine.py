@@ -7,7 +7,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from router.ownership.memory import MemoryOwnershipMap
 from router.prompt import PromptEncoder
 from tests.integration import live
 from tests.integration.live import Answer, Live, whohas_up
+from tests.vllm.adapters import RANK
 
 CONTEXT = 4096
 TOOL = {
@@ -52,15 +53,26 @@ def engine_settings(tensor_parallel_size: int = 1) -> dict[str, Any]:
 
 
 @contextmanager
-def real_fleet(folder: Path, model: Path, replicas: int = 2) -> Iterator[Live]:
+def real_fleet(
+    folder: Path, model: Path, replicas: int = 2, adapters: Mapping[str, Path] | None = None
+) -> Iterator[Live]:
     """`whohas up` with vLLM engines of `model`. They take a minute or, on a busy machine, several to start."""
     patient, live.START_S = live.START_S, 900.0
     try:
-        settings = engine_settings()
+        settings, adapters = engine_settings(), adapters or {}
+        if adapters:
+            modules = [f"{name}={path}" for name, path in adapters.items()]
+            settings["args"] += ["--enable-lora", "--max-lora-rank", str(RANK), "--lora-modules", *modules]
         # On a busy machine look-ups would miss their 20 ms, and nothing be predicted: no mistake of what is tested.
         router = {"look_up_timeout_s": 1.0}
         with whohas_up(
-            folder, model=str(model), tokenizer="", engine=settings, router=router, replicas=replicas
+            folder,
+            model=str(model),
+            tokenizer="",
+            adapters=list(adapters),
+            engine=settings,
+            router=router,
+            replicas=replicas,
         ) as fleet:
             yield fleet
     finally:
@@ -82,8 +94,10 @@ class Outcome:
 class Traffic:
     """Requests one after the other, as chats that grow, prompts that share prefixes, tools and salts make them."""
 
-    def __init__(self, fleet: Live, model: Path, seed: int = 0, *, tools: bool = True) -> None:
-        self._fleet, self._model, self._tools = fleet, str(model), tools
+    def __init__(
+        self, fleet: Live, model: Path, seed: int = 0, *, tools: bool = True, adapters: Sequence[str] = ()
+    ) -> None:
+        self._fleet, self._model, self._tools, self._adapters = fleet, str(model), tools, adapters
         self._random = random.Random(seed)
         self._systems = [self._text(90) for _ in range(4)]
         self._chats: list[dict[str, Any]] = []
@@ -110,6 +124,8 @@ class Traffic:
             chat["tools"] = [TOOL]
         if self._random.random() < 0.3:
             chat["cache_salt"] = self._random.choice(["tenant-a", "tenant-b"])
+        if self._adapters and self._random.random() < 0.3:
+            chat["model"] = self._random.choice(self._adapters)
         self._chats.append(chat)
         return self._turn(kind, chat)
 
@@ -128,7 +144,8 @@ class Traffic:
             ]
         else:
             chat["messages"].append({"role": "user", "content": self._text(self._random.randrange(3, 40))})
-        kind += " with tools" * ("tools" in chat) + " with a salt" * ("cache_salt" in chat)
+        fields = {"tools": " with tools", "cache_salt": " with a salt", "model": " by an adapter"}
+        kind += "".join(text for field, text in fields.items() if field in chat)
         outcome, answer = self._ask(kind, "/v1/chat/completions", chat)
         if (text := answer.json["choices"][0]["message"]["content"]) is not None:
             chat["messages"].append({"role": "assistant", "content": text})
@@ -159,9 +176,12 @@ class Traffic:
 
 
 async def actor(model: str, tensor_parallel_size: int) -> None:
-    """A replica until it's killed, as its Ray actor runs it: tells what it found, and a health check that fails."""
+    """A replica until it's killed, as its Ray actor runs it: tells what it found, and a health check that fails.
+
+    The model needs no weights.
+    """
     settings = engine_settings(tensor_parallel_size)
-    config = EngineConfig(model=model, **{**settings, "args": tuple(settings["args"])})
+    config = EngineConfig(model=model, **{**settings, "args": (*settings["args"], "--load-format", "dummy")})
     replica = await Replica.start("real", config, MemoryOwnershipMap(time.monotonic))
     findings = await replica.shake_hands(PromptEncoder.load(model))
     await replica.check_health()

@@ -15,12 +15,15 @@ from pathlib import Path
 import pytest
 
 from tests.integration.live import Live, command_of, descendants, state_of
+from tests.vllm.adapters import tiny_adapter
+from tests.vllm.media_model import tiny_idefics3
 from tests.vllm.models import tiny_llama
 from tests.vllm.real_engine import Traffic, real_fleet
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
 REQUESTS = 60
+ADAPTERS = ("adapter-a", "adapter-b")
 WAIT_S = 120.0
 
 
@@ -35,7 +38,9 @@ def tiny(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="module")
 def fleet(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with real_fleet(tmp_path_factory.mktemp("real"), tiny) as live:
+    folder = tmp_path_factory.mktemp("real")
+    adapters = {name: tiny_adapter(folder / name, seed) for seed, name in enumerate(ADAPTERS)}
+    with real_fleet(folder, tiny, adapters=adapters) as live:
         yield live
 
 
@@ -51,15 +56,18 @@ def wait_until_gone(pids: list[int]) -> None:
     assert alive(pids) == []
 
 
-def test_an_engine_of_two_workers_passes_the_handshake_and_is_gone_with_its_killed_actor(tiny: Path) -> None:
-    command = [sys.executable, "-m", "tests.vllm.real_engine", str(tiny), "2"]
+def test_an_engine_of_two_workers_passes_the_handshake_and_is_gone_with_its_killed_actor(
+    tmp_path: Path, vllm_is_there: None
+) -> None:
+    model = tiny_idefics3(tmp_path)
+    command = [sys.executable, "-m", "tests.vllm.real_engine", str(model), "2"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as actor:
         try:
             assert actor.stdout is not None
             told = json.loads(actor.stdout.readline())
-            assert told["findings"] == ["base: ok", "salt: ok", "tools: ok"]
+            assert told["findings"] == ["base: ok", "salt: ok", "media: ok"]
             assert (told["facts"]["block_size"], told["facts"]["max_model_len"]) == (32, 4096)
-            assert told["facts"]["models"] == [str(tiny)]
+            assert told["facts"]["models"] == [str(model)]
             below = descendants(actor.pid)
             assert sum("Worker" in command for command in alive(below)) == 2
         finally:
@@ -68,11 +76,14 @@ def test_an_engine_of_two_workers_passes_the_handshake_and_is_gone_with_its_kill
 
 
 def test_what_is_predicted_is_what_vllm_reports(fleet: Live, tiny: Path) -> None:
-    outcomes = Traffic(fleet, tiny).send(REQUESTS)
+    outcomes = Traffic(fleet, tiny, adapters=ADAPTERS).send(REQUESTS)
     wrong = [one for one in outcomes if one.predicted != one.cached]
     assert len(wrong) <= REQUESTS // 100, wrong
     assert sum(one.cached for one in outcomes) > 0.4 * sum(one.prompt_tokens for one in outcomes)
     assert len({one.replica for one in outcomes}) == 2
+    for what in ("with tools", "with a salt", "by an adapter"):
+        assert any(what in one.kind and one.cached for one in outcomes), what
+    assert fleet.request("GET", "/health").json["doubts"] == {}  # the handshake, with tools and each adapter
 
 
 def test_p8_of_a_prompt_of_exactly_four_cached_blocks_three_are_promised_and_reused(fleet: Live, tiny: Path) -> None:

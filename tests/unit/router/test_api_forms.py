@@ -13,7 +13,6 @@ from router.errors import UnknownPrompt
 from router.prompt import CHAT_PATH, PromptEncoder
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-IMAGE = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/x.png"}}
 
 
 def user(content: Any) -> dict[str, Any]:
@@ -205,8 +204,6 @@ def test_tools_of_messages_become_functions(choice: Any, expected: Any) -> None:
         (MESSAGES_PATH, {"messages": [user([{"type": "mystery"}])]}, "malformed"),
         (MESSAGES_PATH, {"messages": [user("x")], "system": 1}, "malformed"),
         (MESSAGES_PATH, {"messages": [user("x")], "tools": [{"name": "f"}]}, "malformed"),
-        (MESSAGES_PATH, {"messages": [user([IMAGE])]}, "multimodal"),
-        (MESSAGES_PATH, {"messages": [user([{"type": "tool_result", "content": [IMAGE]}])]}, "multimodal"),
         (MESSAGES_PATH, {"messages": [{"role": "system", "content": [{"type": "tool_removal"}]}]}, "tools"),
         ("/v1/other", {}, "path"),
     ],

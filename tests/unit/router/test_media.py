@@ -116,6 +116,34 @@ def test_what_can_t_be_told_for_certain_is_not_told(body: dict[str, Any]) -> Non
             asked(CHAT_PATH, body)
 
 
+def test_images_in_messages_and_responses_have_the_head_of_the_chat_that_they_are() -> None:
+    prompts = PromptEncoder.load("m", "builtin")
+    system, said = SYSTEM["content"], "Yes, I can see that. " * 20
+    turns = [user(text("Look at this?")), {"role": "assistant", "content": said}]
+    expected = prompts.hashed(CHAT_PATH, chat(SYSTEM, *turns, user(RED)), B)
+    source = {"type": "base64", "media_type": "image/png", "data": "cmVk"}
+    image = {"type": "image", "source": source}
+    messages = {"model": "m", "max_tokens": 1, "system": system, "messages": [*turns, user(image, text("What?"))]}
+    alone = messages | {"messages": [*turns, user(image)]}
+    call = {"type": "tool_use", "id": "c", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [text("Here: "), image]}
+    by_tool = messages | {"messages": [*turns, {"role": "assistant", "content": [call]}, user(result)]}
+    shown = {"type": "input_image", "image_url": "data:image/png;base64,cmVk"}
+    asked = [{"role": "user", "content": [{"type": "input_text", "text": "Look at this?"}]}]
+    answered = [{"role": "assistant", "content": said}]
+    responses = {
+        "model": "m",
+        "instructions": system,
+        "input": [*asked, *answered, {"role": "user", "content": [shown]}],
+    }
+    for path, body in (("/v1/messages", messages), ("/v1/messages", alone), ("/v1/responses", responses)):
+        told = prompts.hashed(path, body, B)
+        assert (told.whole, told.hashes) == (False, expected.hashes), path
+    told = prompts.hashed("/v1/messages", by_tool, B)
+    assert not told.whole
+    assert list(told.hashes[: len(expected.hashes)]) == list(expected.hashes)
+
+
 def test_a_template_that_begins_otherwise_where_there_are_images_is_found_out() -> None:
     prompts = encoder(LOOKS_AHEAD)
     assert prompts.hashed(CHAT_PATH, chat(SYSTEM), B).whole
