@@ -44,7 +44,23 @@ def conversation(messages: Any, content_format: ContentFormat) -> list[dict[str,
     """The messages as the template gets them. Raises `UnknownPrompt` ("malformed", "multimodal", "prompt_embeds")."""
     if not isinstance(messages, list) or not messages:
         raise malformed("messages must be a list with at least one message")
-    return [_message(m, content_format) for m in messages]
+    plain = content_format == "string"
+    return [_plain(m) if plain and _is_plain(m) else _message(m, content_format) for m in messages]
+
+
+def _is_plain(message: Any) -> bool:
+    """Nothing but a role and a text: nearly all messages of a long chat are, and `_message` gives the same for them."""
+    return (
+        type(message) is dict
+        and len(message) == 2
+        and type(content := message.get("content")) is str
+        and type(message.get("role")) is str
+        and not content.startswith(_VOLATILE_LINE)
+    )
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    return {"role": message["role"], "content": message["content"]}
 
 
 def as_system_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -94,10 +94,11 @@ class QuickTemplate:
         kind = type(value)
         if kind is str:
             return not self._trims or not any(space in value for space in _SPACE_IN_PYTHON_ONLY)
-        if kind is dict:
-            return all(map(self._prints_alike, value.values()))
-        if kind is list:
-            return all(map(self._prints_alike, value))
+        if kind is dict or kind is list:
+            values = value.values() if kind is dict else value
+            if self._trims:
+                return all(map(self._prints_alike, values))
+            return all(type(one) is str or self._prints_alike(one) for one in values)
         if kind is int:
             return bool(-_MAX_INT <= value < _MAX_INT)
         if kind is float:

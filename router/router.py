@@ -22,7 +22,7 @@ from xxhash import xxh3_64_intdigest
 
 from router.branches import BranchBook
 from router.config import RouterConfig
-from router.errors import Fenced, OwnershipFull, OwnershipUnavailable, UnknownPrompt
+from router.errors import Fenced, OwnershipFull, OwnershipUnavailable, RouterError, UnknownPrompt
 from router.hashing import reusable_blocks
 from router.load import Bookings, Reservation
 from router.media import estimated_tokens
@@ -144,12 +144,8 @@ class Router:
     async def look_up(self, path: str, body: Mapping[str, Any], size: int) -> Asked:
         """What is known of this request. `size`: bytes of the body. Raises `InvalidRequest`, nothing else."""
         block_size = _block_size(self._fleet) or _block_size(await self._ask(()))
-        work = (path, body, block_size or 1)
         try:
-            if size > self._prompts.off_loop_bytes:
-                prompt = await self._workers.run(self._prompts.hashed, *work)
-            else:
-                prompt = self._prompts.hashed(*work)
+            prompt = await self._hashed(path, body, block_size or 1, size)
         except UnknownPrompt as error:
             self.counters[f"unknown_prompt.{error.reason}"] += 1
             snapshot = await self._ask(())
@@ -164,6 +160,17 @@ class Router:
             if not any(record.media for record in snapshot.replicas.values()):
                 note = note or "no token ids: multimodal: no engine has shown what it caches before media"
         return Asked(prompt.num_tokens, block_size, hashes, reusable, snapshot, note, head_only=not prompt.whole)
+
+    async def _hashed(self, path: str, body: Mapping[str, Any], block_size: int, size: int) -> HashedPrompt:
+        try:
+            if size > self._prompts.off_loop_bytes:
+                return await self._workers.run(self._prompts.hashed, path, body, block_size)
+            return self._prompts.hashed(path, body, block_size)
+        except RouterError:
+            raise
+        except Exception as error:  # a tokenizer or template that fails must cost a hit, not the request
+            logger.exception("a prompt could not be told")
+            raise UnknownPrompt("failed", type(error).__name__) from error
 
     def decide(self, asked: Asked, candidates: Sequence[ReplicaId]) -> Decision:
         """Rank without booking anything. `candidates` must not be empty."""

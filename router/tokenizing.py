@@ -42,8 +42,15 @@ class TextEncoder:
             self.prover.start()
 
     def ids(self, text: str) -> list[int]:
-        """Raises UnicodeError or TypeError for text that isn't Unicode (lone surrogates)."""
-        return self._ids(text)
+        """Raises UnicodeError or TypeError for text that isn't Unicode (lone surrogates), ValueError if Rust panics."""
+        try:
+            return self._ids(text)
+        except Exception:
+            raise
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # no Exception, and not to be told apart by its class
+                raise
+            raise ValueError(f"the tokenizer panicked: {error}") from error
 
     def packed(self, text: str) -> bytes:
         """Ids as little-endian uint32."""

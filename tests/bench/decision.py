@@ -36,7 +36,8 @@ _STEPS = ("parse", "render", "tokenise", "hash", "cut, memo, the rest", "look-up
 _REST = "the rest"
 _TELL = "afterwards: telling the claims"
 _RELEASE = "afterwards: release"
-_TELLING_S = 0.1
+_IDLE_S, _BUSY_S = 0.1, 0.003
+"""Between a decision and its end, and before the next one: claims are told then."""
 
 
 class Frame:
@@ -103,14 +104,21 @@ def run(options: Options) -> list[Table]:
 
 
 async def _run(options: Options) -> list[Table]:
+    encoder = PromptEncoder.load(prompts.MODEL, "builtin", fast=True)
+    backends = ", ".join(f"{part}: {who}" for part, who in encoder.settle(180).items())
+    return [
+        await _table(options, encoder, backends, "an idle router", _IDLE_S),
+        await _table(options, encoder, backends, "a busy router", _BUSY_S),
+    ]
+
+
+async def _table(options: Options, encoder: PromptEncoder, backends: str, router: str, pause_s: float) -> Table:
     columns: dict[str, Steps] = {}
     loads = [load_average()]
-    encoder = PromptEncoder.load(prompts.MODEL, "builtin", fast=True)
-    backends = encoder.settle(180)
     for size, words in _SIZES.items():
         repeats = options.times(_REPEATS[size], 5)
         for name, measure in ((f"{size}K cold", _cold), (f"{size}K new turn", _turns)):
-            columns[name] = await measure(encoder, words, repeats)
+            columns[name] = await measure(encoder, words, repeats, pause_s)
             loads.append(load_average())
     rows: list[list[str | float]] = []
     for step in (*_STEPS, _REST, _TOTAL, _TELL, _RELEASE):
@@ -119,31 +127,29 @@ async def _run(options: Options) -> list[Table]:
             rows.append([step, *cells])
     rows.append([f"{_TOTAL}, p90", *(quantile(steps.times[_TOTAL], 0.9) for steps in columns.values())])
     rows.append(["tokens", *(int(steps.times["tokens"][-1]) for steps in columns.values())])
-    return [
-        Table(
-            "one decision: CPU p50 in ms, all threads of the router's process",
-            ["", *columns],
-            rows,
-            [
-                f"repeated {', '.join(f'{options.times(n, 5)} x {size}K' for size, n in _REPEATS.items())}",
-                f"{_REPLICAS} replicas, one holds the chat; new turn: an answer and a question of 125 words later",
-                f"{', '.join(f'{part}: {who}' for part, who in backends.items())}; load {' '.join(loads)}",
-            ],
-        )
-    ]
+    return Table(
+        f"one decision of {router}: CPU p50 in ms, all threads of the process",
+        ["", *columns],
+        rows,
+        [
+            f"repeated {', '.join(f'{options.times(n, 5)} x {size}K' for size, n in _REPEATS.items())}",
+            f"{_REPLICAS} replicas, one holds the chat; new turn: an answer and a question of 125 words later",
+            f"{2 * pause_s:g} s from one decision to the next; {backends}; load {' '.join(loads)}",
+        ],
+    )
 
 
-async def _cold(encoder: PromptEncoder, words: int, repeats: int) -> Steps:
-    async with _bench(encoder) as bench:
+async def _cold(encoder: PromptEncoder, words: int, repeats: int, pause_s: float) -> Steps:
+    async with _bench(encoder, pause_s) as bench:
         for i in range(repeats + 1):
-            await bench.decide(prompts.chat(words, ("cold", words, i)), count=i > 0)
+            await bench.decide(prompts.chat(words, ("cold", words, pause_s, i)), count=i > 0)
         return bench.steps
 
 
-async def _turns(encoder: PromptEncoder, words: int, repeats: int) -> Steps:
-    async with _bench(encoder) as bench:
+async def _turns(encoder: PromptEncoder, words: int, repeats: int, pause_s: float) -> Steps:
+    async with _bench(encoder, pause_s) as bench:
         for i in range(-(-repeats // _TURNS)):
-            conversation = prompts.turns(words, ("known", words, i))
+            conversation = prompts.turns(words, ("known", words, pause_s, i))
             for turn, messages in enumerate(islice(conversation, _TURNS + 1)):
                 asked = await bench.decide(messages, count=turn > 0)
                 await bench.own(asked)
@@ -151,7 +157,10 @@ async def _turns(encoder: PromptEncoder, words: int, repeats: int) -> Steps:
 
 
 class _Bench:
-    def __init__(self, router: Router, ownership: RedisOwnershipMap, leases: list[Lease], steps: Steps) -> None:
+    def __init__(
+        self, router: Router, ownership: RedisOwnershipMap, leases: list[Lease], steps: Steps, pause_s: float
+    ) -> None:
+        self.pause_s = pause_s
         self.router, self.ownership, self.leases, self.steps = router, ownership, leases, steps
         self.candidates = [ReplicaId(lease.member) for lease in leases]
 
@@ -165,10 +174,10 @@ class _Bench:
             placement = self.router.place(asked, self.candidates)
         if asked.note or not asked.reusable:
             raise RuntimeError(f"nothing was looked up: {asked.note}")
-        await asyncio.sleep(_TELLING_S)
+        await asyncio.sleep(self.pause_s)
         with steps.step(_RELEASE):
             self.router.release(placement)
-        await asyncio.sleep(_TELLING_S)
+        await asyncio.sleep(self.pause_s)
         if count:
             steps.end_round(asked.num_tokens)
         steps.forget()
@@ -182,7 +191,7 @@ class _Bench:
 
 
 @asynccontextmanager
-async def _bench(encoder: PromptEncoder) -> AsyncIterator[_Bench]:
+async def _bench(encoder: PromptEncoder, pause_s: float) -> AsyncIterator[_Bench]:
     """A router over a map of its own, its steps wrapped."""
     steps = Steps()
     with EmbeddedValkey() as valkey:
@@ -207,7 +216,7 @@ async def _bench(encoder: PromptEncoder) -> AsyncIterator[_Bench]:
                 wrapped.enter_context(patch.object(owner, attribute, wrap(step, getattr(owner, attribute))))
             await router.start()
             try:
-                yield _Bench(router, collectors, leases, steps)
+                yield _Bench(router, collectors, leases, steps, pause_s)
             finally:
                 async with asyncio.timeout(5):
                     await router.close()

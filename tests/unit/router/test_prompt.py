@@ -87,7 +87,7 @@ def test_tools_are_dumped_with_known_fields_in_the_engines_order(encoder: Prompt
     assert chat_ids(encoder, messages=[USER], tools=[strict]) == reference([USER], tools=[dumped])
 
 
-def test_a_tool_round_parses_arguments_and_flattens_results(encoder: PromptEncoder, reference: Reference) -> None:
+def test_h10_a_tool_round_parses_arguments_and_flattens_results(encoder: PromptEncoder, reference: Reference) -> None:
     sent = [
         USER,
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
@@ -144,7 +144,7 @@ def test_developers_are_part_of_the_one_system_message_where_a_template_knows_no
     assert known.decode(chat_ids(known, messages=[developer, USER])) == "developer!user"
 
 
-def test_a_system_prompts_billing_line_is_left_out(encoder: PromptEncoder) -> None:
+def test_h4_a_system_prompts_billing_line_is_left_out(encoder: PromptEncoder) -> None:
     billing = "x-anthropic-billing-header: cch=0a1b"
     clean = chat_ids(encoder, messages=[SYSTEM, USER])
     sent: list[Any] = [f"{billing}\n{SYSTEM['content']}", [billing, {"type": "text", "text": SYSTEM["content"]}]]
@@ -153,7 +153,7 @@ def test_a_system_prompts_billing_line_is_left_out(encoder: PromptEncoder) -> No
     assert encoder.decode(chat_ids(encoder, messages=[{"role": "user", "content": billing}])).count(billing) == 1
 
 
-def test_parts_render_as_the_string_they_stand_for(encoder: PromptEncoder, reference: Reference) -> None:
+def test_h1_parts_render_as_the_string_they_stand_for(encoder: PromptEncoder, reference: Reference) -> None:
     assert chat_ids(encoder, **recorded_body("vllm_bench_chat_parts")) == chat_ids(
         encoder, **recorded_body("string_twin_of_previous")
     )
@@ -190,7 +190,7 @@ def test_thinking_off_is_said_in_two_ways(encoder: PromptEncoder, reference: Ref
 # Completions and /tokenize
 
 
-def test_token_id_prompts_are_taken_as_they_are(encoder: PromptEncoder) -> None:
+def test_h2_token_id_prompts_are_taken_as_they_are(encoder: PromptEncoder) -> None:
     body = recorded_body("completion_token_ids")
     assert encoder.token_ids(COMPLETIONS, body) == [body["prompt"]]
     assert encoder.prompt(COMPLETIONS, body).token_ids == pack_token_ids(body["prompt"])
@@ -236,7 +236,7 @@ def test_adapter_and_salt_change_the_root_and_nothing_else(encoder: PromptEncode
     assert encoder.prompt(CHAT, recorded_body("model_omitted")).root == root_hash("demo-model")
 
 
-def test_prompts_that_are_recomputed_are_not_reusable(encoder: PromptEncoder) -> None:
+def test_h12_prompts_that_are_recomputed_are_not_reusable(encoder: PromptEncoder) -> None:
     def reusable(path: str, **body: Any) -> bool:
         return encoder.prompt(path, {"prompt": "abc", "messages": [USER], **body}).reusable
 
@@ -278,7 +278,7 @@ def test_what_only_the_engine_can_judge_is_an_unknown_prompt(
     assert raised.value.reason == reason
 
 
-def test_prompt_changing_fields_change_the_ids() -> None:
+def test_h11_prompt_changing_fields_change_the_ids() -> None:
     template = (
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
         "{{ documents }}{{ style }}{{ reasoning_effort }}{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -298,7 +298,7 @@ def test_prompt_changing_fields_change_the_ids() -> None:
     assert text(chat_template="{{ messages[0].content }}!") == "hi!"
 
 
-def test_swapped_tools_or_keys_differ_exactly_where_their_rendering_does(encoder: PromptEncoder) -> None:
+def test_h5_swapped_tools_or_keys_differ_exactly_where_their_rendering_does(encoder: PromptEncoder) -> None:
     other = {"type": "function", "function": {"name": "g"}}
     swapped_keys = {
         "type": "function",
