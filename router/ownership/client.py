@@ -209,8 +209,9 @@ ERRORS = (RedisError, RedisClusterException, OSError, TimeoutError)
 """All that a call may raise. RedisClusterException is a RedisError only in some versions of redis-py."""
 
 PERMISSIONS = (
-    "~{wh1:* ~wh1:* +fcall +fcall_ro +function|load +sadd +smembers +srem +scard +hget +hset +hdel +hgetall +get +set "
-    "+del +unlink +incr +exists +rpush +lpop +rename +time +srandmember +info +scan +mget +cluster|slots +ping +client"
+    "~{wh1:* ~wh1:* +fcall +fcall_ro +function|load +sadd +smembers +srem +scard +srandmember +hget +hset +hdel +hvals "
+    "+hgetall +get +set +del +unlink +incr +exists +rpush +lpop +rename +time +info +scan +mget +cluster|slots +ping "
+    "+client"
 )
 """What an ACL user needs, as in `ACL SETUSER whohas on >PASSWORD ...`."""
 

@@ -24,11 +24,10 @@ from router.types import BlockHash, Slot
 _SCHEMA = 1
 _KINDS: tuple[Kind, ...] = ("replica", "router")
 _HEADER = struct.Struct(">ddHB")
-_ENTRIES = struct.Struct(">HH")
 _SLOT = struct.Struct(">H")
 _FLEETS = f"wh{_SCHEMA}:fleets"
 _HASH_BYTES = 16
-_READING = ("look_up", "missing")
+_READING = ("look_up", "members", "missing")
 _MAX_LATE = 256
 _HASHES_A_CALL = 1024
 """A call holds the server for about 2 us a block: longer lists are cut, so that look-ups get in between."""
@@ -155,7 +154,7 @@ class RedisOwnershipMap:
 
     async def members(self) -> list[Member]:
         """Everybody, replicas first, in order of their names; also those whose lease has lapsed."""
-        now, members, _ = await self._call("look_up", b"")
+        now, members = await self._call("members")
         found = []
         for name, raw in zip(members[::2], members[1::2], strict=True):
             expires_at, epoch, slot, kind = _HEADER.unpack_from(raw)
@@ -189,7 +188,7 @@ class RedisOwnershipMap:
                 return
 
     async def _call(self, function: str, *args: Any) -> Any:
-        async with self._bounded(str(args[0])):
+        async with self._bounded(*args[:1]):
             try:
                 return await self._fcall(function, args)
             except ResponseError as error:
@@ -199,7 +198,7 @@ class RedisOwnershipMap:
                 return await self._fcall(function, args)
 
     @asynccontextmanager
-    async def _bounded(self, member: str = "") -> AsyncIterator[None]:
+    async def _bounded(self, member: object = "") -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(self._timeout_s):
                 yield
@@ -211,7 +210,7 @@ class RedisOwnershipMap:
             raise OwnershipUnavailable(f"Redis: {advice(error)}") from error
         except ERRORS as error:
             if str(error).startswith("FENCED"):
-                raise Fenced(member) from None
+                raise Fenced(str(member)) from None
             raise OwnershipUnavailable(f"Redis: {advice(error)}") from error
 
     async def _fcall(self, function: str, args: Sequence[Any]) -> Any:
@@ -277,7 +276,7 @@ def _decode_record(kind: int, raw: bytes) -> Record:
 def _snapshot(now: float, members: Sequence[bytes], changes: Sequence[Any]) -> Snapshot:
     replicas: dict[Slot, ReplicaRecord] = {}
     routers: dict[Slot, RouterRecord] = {}
-    for raw in members[1::2]:
+    for raw in members:
         expires_at, _, slot, kind = _HEADER.unpack_from(raw)
         if expires_at <= now:
             continue
@@ -286,16 +285,18 @@ def _snapshot(now: float, members: Sequence[bytes], changes: Sequence[Any]) -> S
             replicas[Slot(slot)] = record
         else:
             routers[Slot(slot)] = record
+    deepest: dict[int, int] = {}  # by entry, in one number; changes come in order of their depth
+    for depth, entries in zip(changes[::2], changes[1::2], strict=True):
+        deepest.update(dict.fromkeys(struct.unpack(f">{len(entries) // 4}I", entries), depth))
     owned: dict[int, int] = {}
     overlap: dict[int, int] = {}
-    for depth, entries in zip(changes[::2], changes[1::2], strict=True):
-        for owner, claimant in _ENTRIES.iter_unpack(entries):
-            record_of_owner = replicas.get(Slot(owner))
-            if record_of_owner is None or not record_of_owner.trusted:
-                continue
-            if claimant == 0:
-                owned[owner] = overlap[owner] = depth
-            elif claimant in routers:
-                overlap[owner] = depth
+    for entry, depth in deepest.items():
+        owner, claimant = entry >> 16, entry & 0xFFFF
+        record_of_owner = replicas.get(Slot(owner))
+        if record_of_owner is None or not record_of_owner.trusted or (claimant and claimant not in routers):
+            continue
+        overlap[owner] = max(depth, overlap.get(owner, 0))
+        if not claimant:
+            owned[owner] = depth
     matches = {Slot(slot): Match(owned.get(slot, 0), depth) for slot, depth in overlap.items()}
     return Snapshot(replicas, routers, matches)

@@ -11,6 +11,7 @@ from collections import Counter
 
 from tests.faults.invariants import INVARIANTS, Broken
 from tests.faults.run import survive
+from tests.faults.soak import soak
 
 
 def main() -> int:
@@ -18,6 +19,9 @@ def main() -> int:
     parser.add_argument("--seeds", default="1-12", help="one, or a range.  [default: 1-12]")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each schedule.  [default: 10]")
     parser.add_argument("--faults", type=int, default=15, help="in each schedule.  [default: 15]")
+    parser.add_argument(
+        "--soak", type=float, default=60.0, help="seconds of churn; 0: none.  [default: 60, an engine's hour]"
+    )
     options = parser.parse_args()
     first, _, last = options.seeds.partition("-")
     faults: Counter[str] = Counter()
@@ -42,11 +46,29 @@ def main() -> int:
             f" ({time.monotonic() - began:.0f} s, {memory} MiB at most)",
             flush=True,
         )
+    if options.soak:
+        broken += _soak(options.soak)
     print(f"faults survived: {sum(faults.values())} ({_list(faults)})")
     print(f"requests: {_list(outcomes)}")
     print(f"invariants checked: {checked} ({', '.join(one.__name__.replace('_', ' ') for one in INVARIANTS)})")
     print(f"schedules broken: {broken}")
     return 1 if broken else 0
+
+
+def _soak(seconds: float) -> int:
+    """1 where it broke."""
+    try:
+        told = asyncio.run(soak(seconds))
+    except Broken as error:
+        print(f"soak BROKEN: {error}")
+        return 1
+    (rss, rss_then), (redis, redis_then) = told.rss_mib, told.redis_mib
+    print(
+        f"soak: {told.simulated_s / 60:.0f} simulated minutes, {told.requests} requests, {told.incarnations}"
+        f" incarnations ended; second and last quarter: this process {rss:.1f} and {rss_then:.1f} MiB,"
+        f" Redis {redis:.2f} and {redis_then:.2f} MiB"
+    )
+    return 0
 
 
 def _list(counts: Counter[str]) -> str:

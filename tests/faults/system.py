@@ -74,13 +74,14 @@ class Replica:
     ownership: RedisOwnershipMap
     link: Proxy
     endpoints: tuple[str, str]
+    speed: float
     engine: Fleet = field(init=False)
     publisher: LossyPublisher = field(init=False)
     collector: Collector = field(init=False)
 
     def start_engine(self) -> None:
         self.publisher = LossyPublisher(*self.endpoints)
-        self.engine = Fleet(1, num_blocks=300, speed=15.0, on_events=self._publish)
+        self.engine = Fleet(1, num_blocks=300, speed=self.speed, on_events=self._publish)
 
     def _publish(self, _: int, events: list[KVEvent]) -> None:
         self.publisher.publish(events)
@@ -111,7 +112,7 @@ class Replica:
 class System:
     """`async with System(seed) as system`. `outcomes`: what became of each request."""
 
-    def __init__(self, seed: int, replicas: int = 3, routers: int = 2) -> None:
+    def __init__(self, seed: int, replicas: int = 3, routers: int = 2, speed: float = 15.0) -> None:
         self.random = random.Random(seed)
         self.valkey = EmbeddedValkey()
         self.fleet = f"faults-{uuid4().hex}"
@@ -119,19 +120,20 @@ class System:
         self.routers: list[tuple[Router, RedisOwnershipMap, Proxy]] = []
         self.outcomes: dict[int, list[str]] = {}
         self.degraded = 0
-        self.prompts = [self._prompt(number) for number in range(24)]
+        self.prompts = [self.prompt(number) for number in range(24)]
         self.ended: list[tuple[float, int]] = []  # when, and which slot
         self._sizes = replicas, routers
+        self._speed = speed
         self._names = iter(range(1_000_000))
         self._clients: set[asyncio.Task[None]] = set()
         self._stack = AsyncExitStack()
         self.direct = RedisOwnershipMap("redis://127.0.0.1:1/0", self.fleet)
 
-    def _prompt(self, number: int) -> list[int]:
+    def prompt(self, number: int) -> list[int]:
         """A prefix shared by six, then something of its own; 5 to 40 blocks."""
         family = number // 6
-        shared = range(family * 10_000, family * 10_000 + 64 * (family + 1))
-        return [*shared, *range(1_000_000 + number * 1000, 1_000_000 + number * 1000 + 40 + 16 * number)]
+        shared = range(family * 10_000, family * 10_000 + 64 * (family % 4 + 1))
+        return [*shared, *range(1_000_000 + number * 1000, 1_000_000 + number * 1000 + 40 + 16 * (number % 24))]
 
     async def __aenter__(self) -> System:
         self.valkey.start()
@@ -165,7 +167,7 @@ class System:
     async def add_replica(self) -> None:
         name = ReplicaId(f"replica-{next(self._names)}")
         endpoints = (f"ipc://@{self.fleet}-{name}-e", f"ipc://@{self.fleet}-{name}-r")
-        replica = Replica(name, *(await self._connection()), endpoints)
+        replica = Replica(name, *(await self._connection()), endpoints, self._speed)
         replica.start_engine()
         await replica.start_collector()
         self.replicas.append(replica)

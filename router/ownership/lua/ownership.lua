@@ -190,7 +190,7 @@ local function missing(keys, args)
   return table.concat(gone)
 end
 
--- ARGV: the chain, 16 bytes a block. Returns {now (ms), members flat, changes flat}; a change is {depth, entries}: the
+-- ARGV: the chain, 16 bytes a block. Returns {now (ms), members, changes flat}; a change is {depth, entries}: the
 -- blocks up to this depth, back to the change before, are held by exactly these.
 --
 -- Everyone's holdings are prefix-closed, so the entries only shrink along the chain (or a claim takes over from an
@@ -220,7 +220,12 @@ local function look_up(keys, args)
     local first = entries(1)
     if first ~= '' then narrow(1, first, n + 1, '') end
   end
-  return {tostring(now_ms()), call('HGETALL', p .. 'm'), changes}
+  return {tostring(now_ms()), call('HVALS', p .. 'm'), changes}
+end
+
+-- Returns {now (ms), members with their names, flat}.
+local function members(keys)
+  return {tostring(now_ms()), redis.call('HGETALL', keys[1] .. 'm')}
 end
 
 -- ARGV: most blocks to handle (a little more may be done), milliseconds after which a lapsed lease is over for good.
@@ -273,5 +278,6 @@ always('remove', write)
 always('turn_journal', turn_journal)
 always('sweep', sweep)
 reading('look_up', look_up)
+reading('members', members)
 reading('missing', missing)
 redis.register_function('@LIBRARY@_write', write)
