@@ -28,7 +28,7 @@ async def ownership(request: pytest.FixtureRequest) -> AsyncIterator[SweepingMap
         yield MemoryOwnershipMap(time.monotonic)  # type: ignore[misc]
         return
     url, fleet = request.getfixturevalue("valkey_url"), request.getfixturevalue("fleet")
-    redis_map = RedisOwnershipMap(url, fleet, look_up_timeout_s=2.0)
+    redis_map = RedisOwnershipMap(url, fleet, timeout_s=30.0, look_up_timeout_s=30.0)
     await redis_map.connect()
     yield redis_map  # type: ignore[misc]
     await redis_map.close()

@@ -297,7 +297,7 @@ async def test_what_ended_replicas_left_is_swept(ownership: FailingMap, source: 
 async def test_a_real_server_that_restarts_empty_is_filled_again(source: Source, fleet: str) -> None:
     valkey = EmbeddedValkey()
     valkey.start()
-    ownership = RedisOwnershipMap(valkey.url, fleet, look_up_timeout_s=2.0)
+    ownership = RedisOwnershipMap(valkey.url, fleet, timeout_s=30.0, look_up_timeout_s=30.0)
     await ownership.connect()
     try:
         source.store(1, 3000)

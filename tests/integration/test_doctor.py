@@ -145,7 +145,7 @@ async def test_an_engine_with_another_root_than_the_routers_is_wrong(
 
 
 async def test_what_a_replica_heard_of_its_engine_s_events_is_read_from_the_map(valkey_url: str, fleet: str) -> None:
-    ownership = RedisOwnershipMap(valkey_url, fleet, look_up_timeout_s=30.0)
+    ownership = RedisOwnershipMap(valkey_url, fleet, timeout_s=30.0, look_up_timeout_s=30.0)
     await ownership.connect()
     try:
         record = ReplicaRecord("r0", MODEL, 16, seq=7, unused={"blocks_broken": 3})
@@ -199,7 +199,10 @@ async def test_a_replica_that_does_not_answer_is_wrong(valkey_url: str, fleet: s
 @asynccontextmanager
 async def fleet_of(redis: str, fleet: str, *configs: EngineConfig) -> AsyncIterator[list[Replica]]:
     """Replicas r0, r1... in this process."""
-    ownership, encoder = RedisOwnershipMap(redis, fleet), PromptEncoder.load(MODEL, "builtin")
+    ownership, encoder = (
+        RedisOwnershipMap(redis, fleet, timeout_s=30.0, look_up_timeout_s=30.0),
+        PromptEncoder.load(MODEL, "builtin"),
+    )
     await ownership.connect()
     replicas: list[Replica] = []
     try:

@@ -93,7 +93,7 @@ class World:
     """Publishers and collectors W0, W1... of one fleet, and a router."""
 
     def __init__(self, url: str, fleet: str) -> None:
-        self.ownership = RedisOwnershipMap(url, fleet, look_up_timeout_s=5.0)
+        self.ownership = RedisOwnershipMap(url, fleet, timeout_s=30.0, look_up_timeout_s=30.0)
         self.router = Router("router", Ids(), self.ownership, RouterConfig(), time.monotonic, seed=1)
         self.publishers: dict[str, Publisher] = {}
         self.collectors: dict[str, Collector] = {}

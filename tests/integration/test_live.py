@@ -164,7 +164,7 @@ def strip(event: dict[str, Any]) -> dict[str, Any]:
 
 
 async def fleet_urls(live: Live) -> list[str]:
-    ownership = RedisOwnershipMap(live.redis, MODEL, look_up_timeout_s=2.0)
+    ownership = RedisOwnershipMap(live.redis, MODEL, timeout_s=30.0, look_up_timeout_s=30.0)
     try:
         return [record.url for record in (await ownership.look_up([])).replicas.values()]
     finally:
@@ -182,7 +182,7 @@ async def running_requests(session: aiohttp.ClientSession, urls: list[str]) -> f
 
 
 async def booked(live: Live) -> list[Any]:
-    ownership = RedisOwnershipMap(live.redis, MODEL, look_up_timeout_s=2.0)
+    ownership = RedisOwnershipMap(live.redis, MODEL, timeout_s=30.0, look_up_timeout_s=30.0)
     try:
         return [dict(record.loads) for record in (await ownership.look_up([])).routers.values() if record.loads]
     finally:

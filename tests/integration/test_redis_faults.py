@@ -157,7 +157,7 @@ async def test_r1_a_killed_replica_s_blocks_lose_credit_with_the_lease_and_are_s
     valkey_url: str, fleet: str
 ) -> None:
     async with fleet_on(valkey_url, fleet) as live:
-        dying = RedisOwnershipMap(valkey_url, fleet, look_up_timeout_s=2.0)
+        dying = RedisOwnershipMap(valkey_url, fleet, timeout_s=30.0, look_up_timeout_s=30.0)
         collector = Collector(dying, ReplicaRecord("w0", "m", B), None, lease_s=0.5)
         await collector.start()
         async with asyncio.timeout(DEADLINE_S):
@@ -409,7 +409,7 @@ async def test_r5_a_full_server_keeps_what_it_has_and_takes_removals(fleet: str)
             await live.until_credit(900, 50, 50)
             await live.until_true()
             assert collector.counters["joins"] == joins
-            assert collector.record.pending == 0
+            await until(lambda: _true(collector.record.pending == 0))  # its journal may just be written anew
 
 
 async def test_r5_a_chain_with_an_evicted_middle_is_found_and_made_whole(
@@ -515,7 +515,7 @@ async def test_tls_and_an_acl_user_with_the_documented_permissions(fleet: str, t
 async def test_two_versions_of_the_functions_work_side_by_side(fleet: str, valkey_url: str) -> None:
     """A rolling update: the newer routers' library has another name, both work on the same keys."""
     async with fleet_on(valkey_url, fleet) as live:
-        newer = RedisOwnershipMap(valkey_url, fleet, look_up_timeout_s=2.0)
+        newer = RedisOwnershipMap(valkey_url, fleet, timeout_s=30.0, look_up_timeout_s=30.0)
         newer._code = newer._code.replace(newer._name, "whohas_newer")
         newer._name = "whohas_newer"
         await newer.connect()

@@ -27,7 +27,7 @@ RECORD = ReplicaRecord("a", "model", 16)
 
 @pytest.fixture
 async def ownership(valkey_url: str, fleet: str) -> AsyncIterator[RedisOwnershipMap]:
-    redis_map = RedisOwnershipMap(valkey_url, fleet, look_up_timeout_s=2.0)
+    redis_map = RedisOwnershipMap(valkey_url, fleet, timeout_s=30.0, look_up_timeout_s=30.0)
     await redis_map.connect()
     yield redis_map
     await redis_map.close()
@@ -110,7 +110,7 @@ async def test_functions_come_back_after_a_flush(ownership: RedisOwnershipMap, v
 
 
 async def test_fleets_on_one_server_do_not_see_each_other(ownership: RedisOwnershipMap, valkey_url: str) -> None:
-    other = RedisOwnershipMap(valkey_url, "another fleet", look_up_timeout_s=2.0)
+    other = RedisOwnershipMap(valkey_url, "another fleet", timeout_s=30.0, look_up_timeout_s=30.0)
     await other.connect()
     await ownership.join("a", RECORD, 30)
     assert not (await other.look_up([])).replicas

@@ -44,7 +44,7 @@ class Both(RuleBasedStateMachine):
     def connect(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.reference = MemoryOwnershipMap(time.monotonic)
-        self.redis = RedisOwnershipMap(self.url, uuid.uuid4().hex, look_up_timeout_s=5)
+        self.redis = RedisOwnershipMap(self.url, uuid.uuid4().hex, timeout_s=30.0, look_up_timeout_s=30.0)
         self.run(self.redis.connect())
         self.leases: dict[str, tuple[Lease, Lease]] = {}
         self.owned: dict[str, set[BlockHash]] = {}
@@ -150,7 +150,7 @@ def test_a_map_that_loses_a_block_is_caught(valkey_url: str) -> None:
         def connect(self) -> None:
             super().connect()
             self.run(self.redis.close())
-            self.redis = Careless(self.url, uuid.uuid4().hex, look_up_timeout_s=5)
+            self.redis = Careless(self.url, uuid.uuid4().hex, timeout_s=30.0, look_up_timeout_s=30.0)
             self.run(self.redis.connect())
 
     with pytest.raises(AssertionError):
