@@ -13,13 +13,15 @@ class RouterConfig:
 
     `look_up_timeout_s` bounds what a slow Redis may add to a request. `lease_s`: a router or replica that is silent
     for so long has no credit and books nothing. `claim_s`: how long at least a decision counts as ownership of the
-    blocks it will compute; longer than KV events take to arrive.
+    blocks it will compute; longer than KV events take to arrive. `hand_over_token_ids`: send a text chat's ids along to
+    engines that have shown to have the same ones, so that they don't render and tokenise it again.
     """
 
     policy: str = "predicted_ttft"
     look_up_timeout_s: float = 0.02
     lease_s: float = 3.0
     claim_s: float = 5.0
+    hand_over_token_ids: bool = False
 
     def __post_init__(self) -> None:
         load_policy(self.policy)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
 from threading import Lock
 
 from xxhash import xxh3_128_digest
@@ -29,11 +30,12 @@ _NODE_BYTES = 400
 
 class _Node:
     """State after a prefix. `hashes`: of the blocks that became full within this piece; `tail`: ids of the unfinished
-    block, as bytes."""
+    block, as bytes; `ids`: the piece's own, where they are kept."""
 
-    __slots__ = ("blocks", "hashes", "parent", "tail", "tokens")
+    __slots__ = ("blocks", "hashes", "ids", "parent", "tail", "tokens")
 
-    def __init__(self, parent: _Node | None, hashes: bytes, tail: bytes, tokens: int) -> None:
+    def __init__(self, parent: _Node | None, hashes: bytes, tail: bytes, tokens: int, ids: bytes) -> None:
+        self.ids = ids
         self.parent = parent
         self.hashes = hashes
         self.tail = tail
@@ -49,18 +51,35 @@ class _Node:
         return b""
 
     def chain(self) -> HashChain:
-        parts = []
+        return HashChain(b"".join(node.hashes for node in reversed(list(self._path()))))
+
+    def all_ids(self) -> bytes:
+        return b"".join(node.ids for node in reversed(list(self._path())))
+
+    def _path(self) -> Iterator[_Node]:
         node: _Node | None = self
         while node is not None:
-            parts.append(node.hashes)
+            yield node
             node = node.parent
-        return HashChain(b"".join(reversed(parts)))
 
 
 class PrefixMemo:
-    """`encode` gives a piece's ids as little-endian uint32 bytes. Safe to use from several threads."""
+    """`encode` gives a piece's ids as little-endian uint32 bytes. Safe to use from several threads.
 
-    def __init__(self, encode: Callable[[str], bytes], cuts: Sequence[str], max_bytes: int = 64 * 2**20) -> None:
+    `keep_ids`: ids can be asked for as well. Keys are cryptographic then: ids that are sent to an engine decide what it
+    answers, so that nobody may be able to make a text whose key is another one's.
+    """
+
+    def __init__(
+        self,
+        encode: Callable[[str], bytes],
+        cuts: Sequence[str],
+        max_bytes: int = 64 * 2**20,
+        *,
+        keep_ids: bool = False,
+    ) -> None:
+        self.keep_ids = keep_ids
+        self._digest: Callable[[bytes], bytes] = _strong_digest if keep_ids else xxh3_128_digest
         self._encode = encode
         self._cut = re.compile("|".join(re.escape(cut) for cut in sorted(cuts, key=len, reverse=True)))
         self._max_bytes = max_bytes
@@ -75,9 +94,19 @@ class PrefixMemo:
 
     def chain(self, root: BlockHash, text: str, block_size: int) -> tuple[int, HashChain]:
         """Number of tokens and the hashes of the full blocks of `text` under `root`."""
-        pieces = self.split(text)
-        key = xxh3_128_digest(root + block_size.to_bytes(4, "little"))
-        keys = [key := xxh3_128_digest(key + xxh3_128_digest(_bytes(piece))) for piece in pieces]
+        node = self._reach(root, text, block_size)
+        return (node.tokens, node.chain()) if node is not None else (0, HashChain(b""))
+
+    def chain_and_ids(self, root: BlockHash, text: str, block_size: int) -> tuple[int, HashChain, bytes]:
+        """The same, and the ids as little-endian uint32 bytes; empty unless `keep_ids`."""
+        node = self._reach(root, text, block_size)
+        return (node.tokens, node.chain(), node.all_ids()) if node is not None else (0, HashChain(b""), b"")
+
+    def _reach(self, root: BlockHash, text: str, block_size: int) -> _Node | None:
+        """The node of the whole text, made where it wasn't there."""
+        pieces, digest = self.split(text), self._digest
+        key = digest(root + block_size.to_bytes(4, "little"))
+        keys = [key := digest(key + digest(_bytes(piece))) for piece in pieces]
         known, node = self._deepest(keys)
         self.hits += known
         self.misses += len(pieces) - known
@@ -85,7 +114,7 @@ class PrefixMemo:
             node = self._extend(node, root, piece, block_size)
             self._keep(key, node)
         self._touch(keys)
-        return (node.tokens, node.chain()) if node is not None else (0, HashChain(b""))
+        return node
 
     def split(self, text: str) -> list[str]:
         """Cut before special tokens, but not into pieces below `_MIN_PIECE` characters. A longer text that begins with
@@ -132,7 +161,8 @@ class PrefixMemo:
         hashes = b"".join(chain(parent, data, block_size))
         width = block_size * TOKEN_BYTES
         tokens = (node.tokens if node is not None else 0) + len(ids) // TOKEN_BYTES
-        return _Node(node, hashes, data[len(data) // width * width :], tokens)
+        tail = data[len(data) // width * width :]
+        return _Node(node, hashes, tail, tokens, ids if self.keep_ids else b"")
 
     def _keep(self, key: bytes, node: _Node) -> None:
         with self._lock:
@@ -143,7 +173,11 @@ class PrefixMemo:
 
 
 def _size(node: _Node) -> int:
-    return _NODE_BYTES + len(node.hashes) + len(node.tail)
+    return _NODE_BYTES + len(node.hashes) + len(node.tail) + len(node.ids)
+
+
+def _strong_digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=HASH_BYTES * 2).digest()
 
 
 def _bytes(piece: str) -> bytes:

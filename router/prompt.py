@@ -29,6 +29,7 @@ from router.body_fields import (
 from router.chat_messages import as_system_messages, conversation, malformed, tool_dicts
 from router.chat_template import RenderOptions
 from router.errors import InvalidRequest, UnknownPrompt
+from router.handover import takes_token_ids
 from router.hashing import HashChain, chain, pack_token_ids, root_hash
 from router.media import Heads, has_media
 from router.memo import PrefixMemo
@@ -75,12 +76,14 @@ class PromptEncoder:
         options: RenderOptions | None = None,
         *,
         fast: bool = False,
+        keep_ids: bool = False,
     ) -> None:
         self.model = model
+        self._keep_ids = keep_ids
         self.files = files
         self._tokenizer = files.tokenizer
         self._text = TextEncoder(files.tokenizer, fast=fast)
-        self._memo = PrefixMemo(self._text.packed, self._text.cuts) if self._text.cuts else None
+        self._memo = PrefixMemo(self._text.packed, self._text.cuts, keep_ids=keep_ids) if self._text.cuts else None
         self._rules: FormRules | None = None
         self._heads: Heads | None = None
         self._adds_special = bool(self._tokenizer.encode("", add_special_tokens=True).ids)
@@ -97,13 +100,15 @@ class PromptEncoder:
         *,
         options: RenderOptions | None = None,
         fast: bool = False,
+        keep_ids: bool = False,
     ) -> PromptEncoder:
         """`model` is the base model's served name; `tokenizer`, or `model` when empty, says where the files are.
 
         That is a folder, "builtin" (Qwen3's files, no network), or a Hugging Face id. Raises `ModelNotFound`.
         `fast`: look for a faster tokenizer and renderer in the background (`router.tokenizing`, `router.templates`).
+        `keep_ids`: `hashed` also gives a chat's ids for the engine (`router.handover`).
         """
-        return cls(model, load_model_files(tokenizer or model), adapters, options, fast=fast)
+        return cls(model, load_model_files(tokenizer or model), adapters, options, fast=fast, keep_ids=keep_ids)
 
     @property
     def off_loop_bytes(self) -> int:
@@ -125,6 +130,7 @@ class PromptEncoder:
 
     def hashed(self, path: str, body: Mapping[str, Any], block_size: int) -> HashedPrompt:
         """Like `prompt`, with block hashes in place of ids. What an earlier prompt had in common is not done again."""
+        hand_over = self._keep_ids and takes_token_ids(body)
         path, body = self._as_chat(path, body)
         if path == CHAT_PATH and has_media(body.get("messages")):
             return self._hashed_head(body, block_size)
@@ -134,10 +140,11 @@ class PromptEncoder:
             hashes = HashChain(b"".join(chain(prompt.root, prompt.token_ids, block_size)))
             return HashedPrompt(prompt.num_tokens, hashes, prompt.reusable)
         try:
-            tokens, hashes = memo.chain(self._root(body), self._chat_text(body), block_size)
+            tokens, hashes, ids = memo.chain_and_ids(self._root(body), self._chat_text(body), block_size)
         except (UnicodeError, TypeError, ValueError) as e:
             raise malformed(f"text can't be tokenised: {type(e).__name__}") from e
-        return HashedPrompt(tokens, hashes, is_reusable(body, chat=path == CHAT_PATH))
+        reusable = is_reusable(body, chat=True)
+        return HashedPrompt(tokens, hashes, reusable, token_ids=ids if hand_over and reusable else b"")
 
     def prompt(self, path: str, body: Mapping[str, Any]) -> Prompt:
         """What the engine will cache for a body with one prompt. `path` is the URL path without its query.

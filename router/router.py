@@ -15,7 +15,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from xxhash import xxh3_64_intdigest
@@ -59,7 +59,7 @@ class Asked:
 
     `hashes`: every full block; an engine can reuse the first `reusable` of them. `head_only`: what follows them is not
     known, for there are media in it. `note` says why nothing is known. `session` stands for its conversation, where its
-    client told: among replicas of equal cost it has a favourite.
+    client told: among replicas of equal cost it has a favourite. `token_ids` as in `HashedPrompt`.
     """
 
     num_tokens: int
@@ -70,6 +70,7 @@ class Asked:
     note: str = ""
     session: int = 0
     head_only: bool = False
+    token_ids: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +78,14 @@ class Placement:
     """A decision and what it booked; the holder must release the reservation exactly when the request is over.
 
     `promised`: cached tokens by the replica's own events: without claims, which others may have given up meanwhile, and
-    without any discount for earlier promises that were not kept.
+    without any discount for earlier promises that were not kept. `token_ids`: for the engine, see `router.handover`;
+    empty for one that has not shown that it has the same ids.
     """
 
     decision: Decision
     reservation: Reservation
     promised: int = 0
+    token_ids: bytes = b""
 
 
 class Router:
@@ -159,7 +162,8 @@ class Router:
             self.counters["head_only"] += 1
             if not any(record.media for record in snapshot.replicas.values()):
                 note = note or "no token ids: multimodal: no engine has shown what it caches before media"
-        return Asked(prompt.num_tokens, block_size, hashes, reusable, snapshot, note, head_only=not prompt.whole)
+        asked = Asked(prompt.num_tokens, block_size, hashes, reusable, snapshot, note)
+        return replace(asked, head_only=not prompt.whole, token_ids=prompt.token_ids)
 
     async def _hashed(self, path: str, body: Mapping[str, Any], block_size: int, size: int) -> HashedPrompt:
         try:
@@ -191,7 +195,8 @@ class Router:
                 self._branches.note(asked.hashes[held - 1])
             self._turn += 1
         self._changed.set()
-        return Placement(decision, reservation, _promised(asked, slot))
+        ids = asked.token_ids if slot is not None and _proven(asked, slot) else b""
+        return Placement(decision, reservation, _promised(asked, slot), ids)
 
     def first_token(self, placement: Placement) -> None:
         """The engine has begun to answer. Once is enough; more often is harmless."""
@@ -348,6 +353,11 @@ def _credited(asked: Asked, slot: Slot) -> bool:
     record = asked.snapshot.replicas[slot]
     comparable = record.media or not asked.head_only
     return record.trusted and record.block_size == asked.block_size and comparable
+
+
+def _proven(asked: Asked, slot: Slot) -> bool:
+    """Has this replica's engine shown that it makes the same ids of a prompt?"""
+    return _credited(asked, slot) and not asked.snapshot.replicas[slot].doubt
 
 
 def _promised(asked: Asked, slot: Slot | None) -> int:

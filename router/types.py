@@ -39,12 +39,14 @@ class Prompt:
 @dataclass(frozen=True, slots=True)
 class HashedPrompt:
     """A prompt as the router needs it. `hashes`: its full blocks, in order; see `Prompt` for `reusable` and `whole`.
-    Where it isn't whole, `num_tokens` is an estimate, more than the hashes stand for."""
+    Where it isn't whole, `num_tokens` is an estimate, more than the hashes stand for. `token_ids`: for the engine (see
+    `router.handover`), empty unless the encoder was asked for them and may give them."""
 
     num_tokens: int
     hashes: Sequence[BlockHash]
     reusable: bool = True
     whole: bool = True
+    token_ids: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+from router.handover import with_token_ids
 from router.router import Asked, Placement, Router
 from router.tasks import end
 from router.types import Decision, ReplicaId
@@ -241,7 +242,7 @@ class Dispatcher:
             job.scope["method"],
             target(job.scope),
             candidate.pin(job.headers),
-            job.body,
+            with_token_ids(job.body, placement.token_ids if placement is not None else b""),
             resend=self._limits.resend or not job.generates,
         )
         async with request as response:

@@ -55,8 +55,8 @@ class Ingress:
             await self._map.connect()
         except OwnershipUnavailable as error:
             logger.warning("starting without the ownership map: %s", error)
-        load = partial(PromptEncoder.load, config.model, config.tokenizer_source, config.adapters, fast=True)
-        encoder = await asyncio.to_thread(load)
+        load = partial(PromptEncoder.load, config.model, config.tokenizer_source, config.adapters)
+        encoder = await asyncio.to_thread(load, fast=True, keep_ids=config.router.hand_over_token_ids)
         self._router = Router(f"router-{name}", encoder, self._map, config.router, time.monotonic)
         await self._router.start()
         self._upstream = Upstream(config.ingress.connect_timeout_s)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from router.handover import with_token_ids
+from router.prompt import PromptEncoder
 from tests.integration.live import Live, command_of, descendants, state_of
 from tests.vllm.adapters import tiny_adapter
 from tests.vllm.media_model import tiny_idefics3
@@ -91,6 +95,37 @@ def test_p8_of_a_prompt_of_exactly_four_cached_blocks_three_are_promised_and_reu
     cold, warm = (fleet.request("POST", "/v1/completions", body) for _ in range(2))
     assert (cold.predicted, cold.cached) == (0, 0)
     assert (warm.predicted, warm.cached) == (96, 96)
+
+
+def test_ids_sent_along_with_a_chat_give_the_same_answer_and_the_same_blocks(fleet: Live, tiny: Path) -> None:
+    encoder = PromptEncoder.load(str(tiny), keep_ids=True)
+    text = "Which of the replicas has the blocks of this prompt, and how many of them are they? " * 6
+    turns = [{"role": "user", "content": text}]
+    forms: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": turns, "max_tokens": 8},
+        "/v1/responses": {"input": text, "max_output_tokens": 8},
+        "/v1/messages": {"messages": turns, "max_tokens": 8},
+    }
+    for path, fields in forms.items():
+        body = {"model": str(tiny), **fields, "temperature": 0}
+        ids = encoder.hashed(path, body, 32).token_ids
+        raw = json.dumps(body).encode()
+        plain, given = fleet.request("POST", path, raw), fleet.request("POST", path, with_token_ids(raw, ids))
+        assert (plain.status, given.status) == (200, 200)
+        assert spoken(plain.json) == spoken(given.json) != ""
+        assert cached(given.body) == given.predicted == (len(ids) // 4 - 1) // 32 * 32
+
+
+def cached(body: bytes) -> int:
+    return int(re.findall(rb'"(?:cached_tokens|cache_read_input_tokens)"\s*:\s*(\d+)', body)[-1])
+
+
+def spoken(answer: dict[str, Any]) -> str:
+    """What the model said, in any of the three forms."""
+    if "choices" in answer:
+        return str(answer["choices"][0]["message"]["content"])
+    parts = answer["content"] if "content" in answer else answer["output"][-1]["content"]
+    return "".join(part.get("text", "") for part in parts)
 
 
 def test_a_killed_engine_core_is_noticed_and_the_other_replica_serves_on(fleet: Live, tiny: Path) -> None:
