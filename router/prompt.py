@@ -146,6 +146,11 @@ class PromptEncoder:
         reusable = is_reusable(body, chat=True)
         return HashedPrompt(tokens, hashes, reusable, token_ids=ids if hand_over and reusable else b"")
 
+    def hashed_ids(self, path: str, body: Mapping[str, Any], ids: list[int], block_size: int) -> HashedPrompt:
+        """The same for a chat whose ids an engine has told. Raises `UnknownPrompt`."""
+        hashes = chain(self._root(body), pack_token_ids(ids), block_size)
+        return HashedPrompt(len(ids), HashChain(b"".join(hashes)), is_reusable(body, chat=path == CHAT_PATH))
+
     def prompt(self, path: str, body: Mapping[str, Any]) -> Prompt:
         """What the engine will cache for a body with one prompt. `path` is the URL path without its query.
 

@@ -53,6 +53,14 @@ class PromptSource(Protocol):
     def hashed(self, path: str, body: Mapping[str, Any], block_size: int) -> HashedPrompt: ...
 
 
+class EngineSource(Protocol):
+    """Asks an engine for what a `PromptSource` can't tell; `serve.engine_prompts` is one."""
+
+    async def hashed(
+        self, url: str, path: str, body: Mapping[str, Any], block_size: int, error: UnknownPrompt
+    ) -> HashedPrompt | None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A request with all that is known about its prompt, not placed yet.
@@ -99,8 +107,10 @@ class Router:
         config: RouterConfig,
         clock: Callable[[], float],
         seed: int | None = None,
+        engines: EngineSource | None = None,
     ) -> None:
         self.name = name
+        self._engines = engines
         self.counters: Counter[str] = Counter()
         self.degraded = ""  # why decisions rest on load alone just now; "" when they don't
         self._prompts = prompts
@@ -152,8 +162,24 @@ class Router:
         except UnknownPrompt as error:
             self.counters[f"unknown_prompt.{error.reason}"] += 1
             snapshot = await self._ask(())
+            if told := await self._told_by_an_engine(path, body, snapshot, error):
+                return await self._asked(told, block_size)
             tokens = estimated_tokens(body) if error.reason == "multimodal" else size // _BYTES_A_TOKEN
             return Asked(tokens, snapshot=snapshot, note=f"no token ids: {error}")
+        return await self._asked(prompt, block_size)
+
+    async def _told_by_an_engine(
+        self, path: str, body: Mapping[str, Any], snapshot: Snapshot, error: UnknownPrompt
+    ) -> HashedPrompt | None:
+        urls = [record.url for record in snapshot.replicas.values() if record.url]
+        if self._engines is None or not urls:
+            return None
+        block_size = _block_size(snapshot) or 1
+        told = await self._engines.hashed(self._random.choice(urls), path, body, block_size, error)
+        self.counters["told_by_an_engine"] += told is not None
+        return told
+
+    async def _asked(self, prompt: HashedPrompt, block_size: int) -> Asked:
         hashes = prompt.hashes if block_size else ()
         reusable = reusable_blocks(prompt.num_tokens, block_size) if block_size and prompt.reusable else 0
         snapshot = await self._ask(hashes[:reusable])

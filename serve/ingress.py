@@ -19,6 +19,7 @@ from router.router import Router
 from serve.asgi import Receive, Scope, Send
 from serve.config import AppConfig
 from serve.dispatch import Pick
+from serve.engine_prompts import EnginePrompts
 from serve.front import Front
 from serve.metrics import Metrics, SharedMetrics
 from serve.running import Candidate, candidate_of, candidates
@@ -57,9 +58,10 @@ class Ingress:
             logger.warning("starting without the ownership map: %s", error)
         load = partial(PromptEncoder.load, config.model, config.tokenizer_source, config.adapters)
         encoder = await asyncio.to_thread(load, fast=True, keep_ids=config.router.hand_over_token_ids)
-        self._router = Router(f"router-{name}", encoder, self._map, config.router, time.monotonic)
-        await self._router.start()
         self._upstream = Upstream(config.ingress.connect_timeout_s)
+        engines = EnginePrompts(encoder, self._upstream)
+        self._router = Router(f"router-{name}", encoder, self._map, config.router, time.monotonic, engines=engines)
+        await self._router.start()
         metrics = Metrics()
         self._shared_metrics = SharedMetrics(metrics, config.redis, f"{key_prefix(config.fleet_name)}x", name)
         self._shared_metrics.start()

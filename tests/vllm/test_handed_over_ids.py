@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from router.engine_tokenize import tokenize_body
+from router.errors import UnknownPrompt
 from router.handover import with_token_ids
 from router.prompt import CHAT_PATH, PromptEncoder
 from tests.vllm.many_bodies import agents, recorded
@@ -43,6 +46,21 @@ def test_vllm_makes_the_same_prompt_with_and_without_them(encoder: PromptEncoder
     for body in (*bodies, *agents(5)):
         assert "kv_transfer_params" in (sent := handed_over(encoder, body))
         assert renderer.token_ids(CHAT_PATH, sent) == renderer.token_ids(CHAT_PATH, body)
+
+
+def test_tokenize_tells_the_ids_of_every_chat_that_it_is_asked_about(renderer: VllmRenderer) -> None:
+    """What engines are asked for chats that the router can't tell."""
+    from tests.vllm.vllm_renderer import Refused
+
+    unknown, told = UnknownPrompt("template"), 0
+    for body in (*(body for _, path, body in recorded() if path == CHAT_PATH), *agents(5)):
+        asked = tokenize_body(body, unknown, "llama")
+        with contextlib.suppress(Refused):
+            expected = renderer.token_ids(CHAT_PATH, body)
+            if asked is not None:
+                assert renderer.token_ids("/tokenize", json.loads(asked)) == expected
+                told += 1
+    assert told > 10
 
 
 def test_it_is_the_ids_that_vllm_uses(encoder: PromptEncoder, renderer: VllmRenderer) -> None:

@@ -13,6 +13,7 @@ from vllm.config import DeviceConfig, ModelConfig, VllmConfig
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
 from vllm.renderers import renderer_from_config
 from vllm.renderers.online_renderer import OnlineRenderer
 
@@ -58,5 +59,9 @@ class VllmRenderer:
     async def _prompts(self, path: str, body: Mapping[str, Any]) -> Any:
         if path == "/v1/completions":
             return await self._renderer.render_completion(CompletionRequest(**body))
+        if path == "/tokenize":
+            asked = TokenizeChatRequest(**body)
+            tools = [tool.model_dump() for tool in asked.tools] if asked.tools is not None else None
+            return (await self._renderer.preprocess_chat(asked, asked.messages, None, "auto", None, tools))[1]
         result = await self._renderer.render_chat(ChatCompletionRequest(**body))
         return result[1] if isinstance(result, tuple) else result
