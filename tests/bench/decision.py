@@ -13,8 +13,11 @@ from itertools import islice
 from typing import Any
 from unittest.mock import patch
 
+from redis.asyncio import Redis
+
 import router.memo as memo_module
 from router.config import RouterConfig
+from router.hashing import chain
 from router.ownership import Lease, ReplicaRecord, Write
 from router.ownership.redis import RedisOwnershipMap
 from router.prompt import CHAT_PATH, PromptEncoder, parse_body
@@ -109,7 +112,35 @@ async def _run(options: Options) -> list[Table]:
     return [
         await _table(options, encoder, backends, "an idle router", _IDLE_S),
         await _table(options, encoder, backends, "a busy router", _BUSY_S),
+        await _naive(options),
     ]
+
+
+async def _naive(options: Options) -> Table:
+    """What one would write first: nothing remembered, and every block asked for."""
+    encoder, before = PromptEncoder.load(prompts.MODEL, "builtin"), load_average()
+    repeats, medians = options.times(5, 2), []
+    with EmbeddedValkey() as valkey:
+        client = Redis.from_url(valkey.url)
+        for words in _SIZES.values():
+            times = []
+            for i in range(repeats):
+                raw = prompts.body(prompts.chat(words, ("naive", words, i)))
+                began = time.process_time()
+                prompt = encoder.prompt(CHAT_PATH, parse_body(raw))
+                async with client.pipeline(transaction=False) as pipe:
+                    for block_hash in chain(prompt.root, prompt.token_ids, _BLOCK):
+                        pipe.smembers(block_hash)
+                    await pipe.execute()
+                times.append(1000 * (time.process_time() - began))
+            medians.append(quantile(times, 0.5))
+        await client.aclose()
+    return Table(
+        "the naive way: jinja2, tokenizers on the whole text, SMEMBERS of every block in a pipeline; CPU p50 in ms",
+        ["", *(f"{size}K" for size in _SIZES)],
+        [["all steps but ranking", *medians]],
+        [f"repeated {repeats} x; load {before} {load_average()}"],
+    )
 
 
 async def _table(options: Options, encoder: PromptEncoder, backends: str, router: str, pause_s: float) -> Table:
