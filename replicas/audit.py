@@ -76,7 +76,10 @@ class Audit:
         assert self._find is not None
         written = [block for block in asked if block in published and block not in self._pending]
         self._counters["audited"] += len(written)
+        resets = self._pending.resets
         gone: list[BlockHash] = await self._find(lease, written)
+        if self._pending.resets != resets:
+            return []  # meanwhile everything is to be written anew
         gone = [block for block in gone if block in published and block not in self._pending]
         self._counters["missing"] += len(gone)
         return gone

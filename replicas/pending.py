@@ -12,11 +12,11 @@ class Pending:
     """Blocks with what the map shall say about each: there or gone. Only the last word on a block is kept.
 
     Descendants go before their ancestors and come after them, so that the map has no holes between two slices.
-    `rewrite`: size of the whole set, while that is being written.
+    `rewrite`: size of the whole set, while that is being written. `resets` counts how often everything was forgotten.
     """
 
     def __init__(self) -> None:
-        self.rewrite = 0
+        self.rewrite = self.resets = 0
         self._blocks: dict[BlockHash, bool] = {}
         self._removals = 0
 
@@ -64,6 +64,7 @@ class Pending:
         self._blocks = dict.fromkeys(blocks, True)
         self._removals = 0
         self.rewrite = len(blocks)
+        self.resets += 1
 
     def clear(self) -> None:
         self.write_all(())

@@ -8,6 +8,7 @@
 A PUB socket never repeats or reorders, so a live number that goes back means that the engine started anew. The numbers
 alone don't always show it (a new engine may have caught up with the old one's numbers while nobody listened): a
 *probe* asks again for the last message taken and compares it.
+Every state with every input: tests/unit/replicas/test_sequence_table.py.
 What came first may be any suffix of the stream: blocks stored before it are merely unknown. A hole is another matter,
 as removals may be in it.
 """

@@ -182,7 +182,7 @@ class MapWriter:
         self.counters["renewals"] += 1
         self._renew_at = self._clock() + self._lease_s / 3
         self._on_routers(lease.slot, list((await self._map.look_up(())).routers.values()))
-        if await self._audit.sample(lease, self._published()):
+        if not self.must_join and await self._audit.sample(lease, self._published()):
             self._renew_at = self._clock()  # no credit from now on
 
     async def _write_slice(self, lease: Lease) -> None:

@@ -61,6 +61,12 @@ class Metrics:
         self.doubts = Gauge("whohas_replica_doubt", "1: found not to conform; no credit", ["replica"], registry=r)
         self.left_out = Gauge("whohas_replicas_left_out", "Replicas without requests because they failed", registry=r)
         self.blocks = Gauge("whohas_replica_blocks", "KV blocks owned", ["replica"], registry=r)
+        self.unwritten = Gauge(
+            "whohas_replica_unwritten_blocks",
+            "KV blocks that the map is yet to be told of",
+            ["replica"],
+            registry=r,
+        )
         self.unused = Gauge(
             "whohas_replica_unused_kv_events",
             "What an engine's KV events told that could not be used, since its start",
@@ -84,10 +90,11 @@ class Metrics:
         self.degraded.set(degraded)
         self.left_out.set(left_out)
         self.replicas.set(len(fleet.replicas))
-        for gauge in (self.blocks, self.trust, self.doubts, self.unused):
+        for gauge in (self.blocks, self.unwritten, self.trust, self.doubts, self.unused):
             gauge.clear()
         for record in fleet.replicas.values():
             self.blocks.labels(record.replica_id).set(record.blocks)
+            self.unwritten.labels(record.replica_id).set(record.pending)
             self.trust.labels(record.replica_id).set(trust.get(record.replica_id, 1.0))
             self.doubts.labels(record.replica_id).set(bool(record.doubt))
             for reason, count in record.unused.items():

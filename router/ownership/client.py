@@ -58,8 +58,11 @@ class Client(Protocol):
 
 
 def make_client(url: str, timeout_s: float) -> Client:
-    """`timeout_s` bounds a connect. Raises ValueError for a URL that can't be read; connects to nothing yet."""
-    raw = make_raw_client(url, timeout_s)
+    """Connects to nothing yet; `timeout_s` will bound that. Raises `OwnershipUnavailable` for an unreadable URL."""
+    try:
+        raw = make_raw_client(url, timeout_s)
+    except ValueError as error:
+        raise OwnershipUnavailable(f"Redis: {error}") from error
     return _ClusterClient(raw) if isinstance(raw, RedisCluster) else _ServerClient(raw)
 
 

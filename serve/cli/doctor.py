@@ -194,7 +194,11 @@ def _redis(url: str) -> tuple[bool, list[Check]]:
         needed = ".".join(map(str, _NEEDED[name]))
         return True, [Check(title, "wrong", f"{found} at {safe_url(url)}: {needed} or later has what is needed")]
     check = _tested(title, name, found)
-    return True, [Check(title, check.status, f"{check.text} at {safe_url(url)}")]
+    checks = [Check(title, check.status, f"{check.text} at {safe_url(url)}")]
+    if told.get("maxmemory", "0") != "0" and told.get("maxmemory_policy", "").startswith("allkeys"):
+        text = f"maxmemory-policy {told['maxmemory_policy']} evicts blocks of the map; noeviction keeps them"
+        checks.append(Check(f"{title} memory", "note", text))
+    return True, checks
 
 
 async def _reach(url: str) -> None:

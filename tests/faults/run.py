@@ -28,7 +28,7 @@ async def survive(
     faults: int,
     *,
     requests_per_s: float = 40.0,
-    bound_s: float = 60.0,
+    bound_s: float = 120.0,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Survived:
     """Raises `Broken` where an invariant does not hold `bound_s` after all faults have ended."""

@@ -138,7 +138,7 @@ class System:
     async def __aenter__(self) -> System:
         self.valkey.start()
         await self.direct.close()
-        self.direct = RedisOwnershipMap(self.valkey.url, self.fleet, timeout_s=5.0, look_up_timeout_s=5.0)
+        self.direct = RedisOwnershipMap(self.valkey.url, self.fleet, timeout_s=30.0, look_up_timeout_s=30.0)
         await self.direct.connect()
         for _ in range(self._sizes[0]):
             await self.add_replica()

@@ -40,7 +40,7 @@ async def test_a_lost_answer_a_forgotten_booking_and_a_stray_block_are_found(cap
             system.send()
         await system.all_ended()
         await system.touch()
-        await invariants.check_all(system, 60)
+        await invariants.check_all(system, 120)
         system.outcomes[99] = []
         with pytest.raises(Broken, match="no outcome"):
             await invariants.every_request_ended_once(system)
@@ -50,7 +50,7 @@ async def test_a_lost_answer_a_forgotten_booking_and_a_stray_block_are_found(cap
         with pytest.raises(Broken, match="still has booked"):
             await invariants.counters_are_zero_at_rest(system)
         router.release(placed)
-        await invariants.check_all(system, 60)
+        await invariants.check_all(system, 120)
         lease = system.replicas[0].collector.lease
         assert lease is not None
         await _write_behind_its_back(system.direct, lease.slot)

@@ -94,7 +94,7 @@ class World:
 
     def __init__(self, url: str, fleet: str) -> None:
         self.ownership = RedisOwnershipMap(url, fleet, timeout_s=30.0, look_up_timeout_s=30.0)
-        self.router = Router("router", Ids(), self.ownership, RouterConfig(), time.monotonic, seed=1)
+        self.router = Router("router", Ids(), self.ownership, RouterConfig(lease_s=60), time.monotonic, seed=1)
         self.publishers: dict[str, Publisher] = {}
         self.collectors: dict[str, Collector] = {}
         self._name = uuid4().hex
@@ -112,7 +112,7 @@ class World:
 
     async def collect(self, name: str, *, replay: bool = True) -> Collector:
         record = ReplicaRecord(name, "m", B)
-        collector = Collector(self.ownership, record, *self._endpoints(name, replay), subscribe=_PATIENT)
+        collector = Collector(self.ownership, record, *self._endpoints(name, replay), lease_s=60, subscribe=_PATIENT)
         self.collectors[name] = collector
         await collector.start()
         return collector

@@ -256,6 +256,7 @@ def test_the_commands_explain_and_map_find_the_running_system(live: Live, tmp_pa
     assert json.loads(command("explain", str(body), "--url", live.url, "--json"))["prompt_tokens"] > 5
     shown = command("map", "--redis", live.redis)
     assert f"{MODEL}: 4 replicas, 2 routers" in shown
+    assert "held" in command("map", "--redis", live.redis, "--fleet", MODEL, "--check")
     rows = json.loads(command("map", "--redis", live.redis, "--json"))[MODEL]["replicas"]
     assert len(rows) == 4
     assert all(row["lease_s"] > 0 and row["block_size"] == 16 and row["trusted"] for row in rows)

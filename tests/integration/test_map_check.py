@@ -25,7 +25,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture
 async def ownership(valkey_url: str, fleet: str) -> AsyncIterator[RedisOwnershipMap]:
-    one = RedisOwnershipMap(valkey_url, fleet, timeout_s=10.0, look_up_timeout_s=5.0)
+    one = RedisOwnershipMap(valkey_url, fleet, timeout_s=30.0, look_up_timeout_s=30.0)
     await one.connect()
     yield one
     await one.close()
@@ -34,7 +34,7 @@ async def ownership(valkey_url: str, fleet: str) -> AsyncIterator[RedisOwnership
 @pytest.fixture
 async def collector(ownership: RedisOwnershipMap) -> AsyncIterator[Collector]:
     """Holds 100 blocks."""
-    one = Collector(ownership, ReplicaRecord("a", "m", 16), None, lease_s=3.0)
+    one = Collector(ownership, ReplicaRecord("a", "m", 16), None, lease_s=9.0)
     await one.start()
     store(one, 100)
     await until_in_sync(one)
