@@ -25,12 +25,8 @@ logger = logging.getLogger(__name__)
 
 _DOUBT_PAUSE_S = 60.0
 _UNUSED = (
-    "events_undecodable",
-    "events_malformed",
-    "blocks_skipped",
-    "blocks_ignored",
-    "blocks_broken",
-    "blocks_parked_d",
+    *("events_undecodable", "events_malformed", "blocks_ignored", "blocks_broken", "blocks_skipped"),
+    *("blocks_parked_dropped", "offloaded"),
 )
 
 

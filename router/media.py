@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from router.chat_messages import Media, media_kind
+from router.chat_messages import Media, malformed, media_kind
 from router.errors import UnknownPrompt
 
 MEDIA_TOKENS = 1024
@@ -37,13 +37,21 @@ def has_media(messages: Any) -> bool:
 
 def estimated_tokens(value: Any) -> int:
     """About how many prompt tokens the texts and media in a piece of a body are."""
-    if isinstance(value, str):
-        return MEDIA_TOKENS if value.startswith("data:") else len(value) // _BYTES_A_TOKEN
-    if isinstance(value, Mapping):
-        return MEDIA_TOKENS if media_kind(value) else sum(map(estimated_tokens, value.values()))
-    if isinstance(value, list):
-        return sum(map(estimated_tokens, value))
-    return int(isinstance(value, int))
+    tokens, todo = 0, [value]
+    while todo:  # a body may be nested more deeply than calls may be
+        one = todo.pop()
+        if isinstance(one, str):
+            tokens += MEDIA_TOKENS if one.startswith("data:") else len(one) // _BYTES_A_TOKEN
+        elif isinstance(one, Mapping):
+            if media_kind(one):
+                tokens += MEDIA_TOKENS
+            else:
+                todo += one.values()
+        elif isinstance(one, list):
+            todo += one
+        else:
+            tokens += isinstance(one, int)
+    return tokens
 
 
 class Heads:
@@ -69,7 +77,10 @@ class Heads:
         assert first is not None
         if messages[first].get("role") in ("system", "developer"):
             raise UnknownPrompt("multimodal", "media in a system prompt")
-        before = json.dumps([messages[:first], body.get("tools")], ensure_ascii=False)
+        try:
+            before = json.dumps([messages[:first], body.get("tools")], ensure_ascii=False)
+        except RecursionError as e:
+            raise malformed("nested too deeply") from e
         if self._placeholders.search(before):
             raise UnknownPrompt("multimodal", "a special token written out before it")
         passed = [_passed(message) for message in messages]

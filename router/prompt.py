@@ -160,8 +160,8 @@ class PromptEncoder:
         path, body = self._as_chat(path, body)
         root = self._root(body)
         if path == CHAT_PATH and has_media(body.get("messages")):
-            memo, text, _ = self._head(body)
-            return Prompt(memo.ids(text), root, is_reusable(body, chat=True), whole=False)
+            _, text, _ = self._head(body)
+            return Prompt(pack_token_ids(self._encode(text, False)), root, is_reusable(body, chat=True), whole=False)
         if path == COMPLETIONS_PATH and is_batch(body.get("prompt")):
             raise UnknownPrompt("batch")
         (ids,) = self.token_ids(path, body)
@@ -169,7 +169,10 @@ class PromptEncoder:
 
     def _hashed_head(self, body: Mapping[str, Any], block_size: int) -> HashedPrompt:
         memo, text, following = self._head(body)
-        tokens, hashes = memo.chain(self._root(body), text, block_size)
+        try:
+            tokens, hashes = memo.chain(self._root(body), text, block_size)
+        except (UnicodeError, TypeError, ValueError) as e:
+            raise malformed(f"text can't be tokenised: {type(e).__name__}") from e
         return HashedPrompt(tokens + following, hashes, is_reusable(body, chat=True), whole=False)
 
     def _head(self, body: Mapping[str, Any]) -> tuple[PrefixMemo, str, int]:

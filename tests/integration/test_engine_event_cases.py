@@ -224,7 +224,7 @@ async def test_e9_a_block_in_the_cpu_tier_is_known_as_such_and_never_a_gpu_hit(e
     assert len(engine.collector.published) == 2  # and no root block without tokens
     await engine.send(batch(remove(101)))
     assert await engines.credit(range(33)) == {}
-    assert engine.collector.stats()["offloaded"] == 1
+    assert engine.collector.record.unused == {"blocks_skipped_medium": 1, "offloaded": 1}
     await engine.send(batch(remove(101) | {"medium": "CPU"}))
     assert engine.collector.stats()["offloaded"] == 0
 

@@ -159,6 +159,18 @@ def test_without_a_proven_cut_nothing_is_told() -> None:
         prompts.hashed(CHAT_PATH, chat(SYSTEM, user(RED)), B)
 
 
+@pytest.mark.parametrize("asked", ["prompt", "hashed"])
+def test_text_that_is_no_unicode_and_bodies_that_are_too_deep_are_not_told(asked: str) -> None:
+    deep: Any = []
+    for _ in range(100_000):
+        deep = [deep]
+    broken = {"role": "system", "content": SYSTEM["content"] + "\ud800"}
+    for body in (chat(broken, user(RED)), chat({"role": "user", "content": [text("a"), deep]}, user(RED))):
+        with pytest.raises(UnknownPrompt):
+            getattr(encoder(), asked)(CHAT_PATH, body, *([B] if asked == "hashed" else []))
+    assert estimated_tokens(deep) == 0
+
+
 def test_an_image_in_base64_is_not_taken_for_its_length_in_text() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 2_000_000}}
     body = chat(SYSTEM, user(image, text("What is this?")))
