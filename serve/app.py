@@ -17,19 +17,22 @@ _MANY = 100_000  # Serve's own limit on requests in flight must never be the one
 
 
 def build(args: AppConfig) -> Application:
-    """Ingress in front, one fleet of replicas behind it."""
-    replicas = serve.deployment(name="Replica", **_replica_options(args))(ReplicaActor)
+    """Ingress in front, one fleet of replicas behind it for each model."""
+    fleets = [
+        serve.deployment(name=f"Replica-{i}" if i else "Replica", **_replica_options(one))(ReplicaActor).bind(one)
+        for i, one in enumerate(args.all_models)
+    ]
     ingress = serve.deployment(
         name="Ingress",
         num_replicas=args.ingress.num_replicas,
         max_ongoing_requests=_MANY,
         ray_actor_options={"num_cpus": 0.1},
         health_check_period_s=2,
-        graceful_shutdown_timeout_s=args.drain_s + 10,
+        graceful_shutdown_timeout_s=max(one.drain_s for one in args.all_models) + 10,
         graceful_shutdown_wait_loop_s=0.2,
         logging_config={"enable_access_log": args.ingress.access_log},
     )(serve.ingress()(Ingress))
-    return ingress.bind(replicas.bind(args), args)
+    return ingress.bind(args, *fleets)
 
 
 def _replica_options(args: AppConfig) -> dict[str, Any]:

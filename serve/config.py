@@ -57,7 +57,8 @@ class AppConfig(BaseModel):
     `model` is what clients call it, and, unless `engine.model` says otherwise, what the engines load. `tokenizer`: a
     directory, a Hugging Face id, or "builtin"; empty means that of what is loaded. `fleet` names what shares
     the ownership map; empty means the model's name. `replicas` is a fixed number unless `autoscaling` is given.
-    `drain_s`: how long a stopping replica may finish what it runs.
+    `drain_s`: how long a stopping replica may finish what it runs. `also`: further models behind the same front, each
+    with a fleet of its own; they share this one's `redis` and `ingress`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -73,6 +74,18 @@ class AppConfig(BaseModel):
     router: RouterConfig = RouterConfig()
     ingress: IngressSection = IngressSection()
     drain_s: float = Field(default=120.0, ge=0)
+    also: tuple[AppConfig, ...] = ()
+
+    @property
+    def all_models(self) -> list[AppConfig]:
+        """This one and `also`, each complete."""
+        shared = {"redis": self.redis, "ingress": self.ingress}
+        return [self, *(one.model_copy(update=shared) for one in self.also)]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What clients may call it: the model and its adapters."""
+        return (self.model, *self.adapters)
 
     @property
     def fleet_name(self) -> str:
@@ -106,4 +119,16 @@ class AppConfig(BaseModel):
     def _one_name(self) -> AppConfig:
         if self.engine.served_model_name:
             raise ValueError("engine.served_model_name is what `model` is for; what is loaded goes into engine.model")
+        return self
+
+    @model_validator(mode="after")
+    def _told_apart(self) -> AppConfig:
+        if any(one.also for one in self.also):
+            raise ValueError("also: a further model has no further ones itself")
+        names = [name for one in self.all_models for name in one.names]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"also: {', '.join(twice)} is the name of two models or adapters")
+        fleets = [one.fleet_name for one in self.all_models]
+        if len(set(fleets)) < len(fleets):
+            raise ValueError("also: every model needs a fleet of its own")
         return self

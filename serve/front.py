@@ -18,7 +18,7 @@ from router.types import Decision
 from serve.asgi import HTTPError, Receive, Scope, Send, path_of, read_body, send_error, send_json, send_whole
 from serve.config import IngressSection
 from serve.dispatch import Dispatcher, Fleet, Pick
-from serve.metrics import Metrics
+from serve.metrics import EXPOSITION, FleetState, Metrics
 from serve.models import MODELS_PATH, merged_models
 from serve.relay import request_headers
 from serve.session_hint import session_hint
@@ -78,12 +78,11 @@ class Front:
             limit = self._limits.max_header_bytes
             raise HTTPError(431, f"the headers have more than {limit} bytes", "invalid_request_error")
         if path == "/health" and method in ("GET", "HEAD"):
-            await self._health(send)
+            health = await self.health()
+            await send_json(send, 200 if health["ready"] else 503, health)
         elif path == "/metrics" and method == "GET":
-            router = self._router
-            left_out = len(self._dispatcher.left_out)
-            self._metrics.observe_fleet(router.fleet, router.trust(), bool(router.degraded), left_out)
-            await send_whole(send, 200, await self._exposition.text(), b"text/plain; version=0.0.4; charset=utf-8")
+            self._metrics.observe_fleets([self.state()])
+            await send_whole(send, 200, await self._exposition.text(), EXPOSITION)
         elif path == "/explain" and method == "POST":
             await self._explain(scope, await self._body(receive), send)
         elif path == MODELS_PATH and method == "GET":
@@ -113,13 +112,13 @@ class Front:
         session = session_hint(scope["headers"], body)
         return replace(asked, session=session) if session else asked
 
-    async def _health(self, send: Send) -> None:
+    async def health(self) -> dict[str, Any]:
         """Live: it answers. Ready: a replica is there. Degraded: it routes by load, and why."""
         ready = bool(self._fleet.candidates()) or await self._anyone()
         router = self._router
         doubts = {one.replica_id: one.doubt for one in router.fleet.replicas.values() if one.doubt}
         status = "unready" if not ready else "degraded" if router.degraded or doubts else "ok"
-        body = {
+        return {
             "status": status,
             "ready": ready,
             "degraded": router.degraded,
@@ -128,7 +127,19 @@ class Front:
             "left_out": self._dispatcher.left_out,
             "doubts": doubts,
         }
-        await send_json(send, 200 if ready else 503, body)
+
+    def state(self) -> FleetState:
+        """For the gauges of `/metrics`."""
+        router = self._router
+        return FleetState(router.fleet, router.trust(), bool(router.degraded), len(self._dispatcher.left_out))
+
+    async def models(self, scope: Scope) -> list[dict[str, Any]] | None:
+        """The cards of `/v1/models`; None when no replica answers."""
+        if not self._fleet.candidates():
+            await self._dispatcher.pick(Pick(self._router, Asked(0), book=False))
+        headers = [pair for pair in request_headers(scope["headers"]) if pair[0] != b"accept-encoding"]
+        candidates, timeout_s = self._fleet.candidates(), self._limits.connect_timeout_s
+        return await merged_models(self._upstream, candidates, headers, timeout_s)
 
     async def _anyone(self) -> bool:
         try:
@@ -138,15 +149,11 @@ class Front:
         return True
 
     async def _models(self, scope: Scope, send: Send) -> None:
-        if not self._fleet.candidates():
-            await self._dispatcher.pick(Pick(self._router, Asked(0), book=False))
-        headers = [pair for pair in request_headers(scope["headers"]) if pair[0] != b"accept-encoding"]
-        candidates, timeout_s = self._fleet.candidates(), self._limits.connect_timeout_s
-        models = await merged_models(self._upstream, candidates, headers, timeout_s)
-        if models is None:
+        cards = await self.models(scope)
+        if cards is None:
             raise HTTPError(502, "no replica could be reached", "upstream_error", retry_after_s=1)
         self._metrics.requests.labels(200).inc()
-        await send_json(send, 200, models)
+        await send_json(send, 200, {"object": "list", "data": cards})
 
     async def _explain(self, scope: Scope, raw: bytes, send: Send) -> None:
         try:

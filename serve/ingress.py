@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -17,6 +17,7 @@ from router.ownership.redis import RedisOwnershipMap, key_prefix
 from router.prompt import PromptEncoder
 from router.router import Router
 from serve.asgi import Receive, Scope, Send
+from serve.by_model import ByModel
 from serve.config import AppConfig
 from serve.dispatch import Pick
 from serve.engine_prompts import EnginePrompts
@@ -45,35 +46,29 @@ class ServeFleet:
 
 
 class Ingress:
-    """One process of the front."""
+    """One process of the front: one connection pool, one set of metrics, and for each model what is its own."""
 
-    async def __init__(self, replicas: DeploymentHandle[Any], config: AppConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(self, config: AppConfig, *fleets: DeploymentHandle[Any]) -> None:  # type: ignore[misc]  # Serve awaits it
         name = serve.get_replica_context().replica_id.unique_id
-        self._map = RedisOwnershipMap(
-            config.redis, config.fleet_name, look_up_timeout_s=config.router.look_up_timeout_s
-        )
-        try:
-            await self._map.connect()
-        except OwnershipUnavailable as error:
-            logger.warning("starting without the ownership map: %s", error)
-        load = partial(PromptEncoder.load, config.model, config.tokenizer_source, config.adapters)
-        encoder = await asyncio.to_thread(load, fast=True, keep_ids=config.router.hand_over_token_ids)
-        self._upstream = Upstream(config.ingress.connect_timeout_s)
-        engines = EnginePrompts(encoder, self._upstream)
-        self._router = Router(f"router-{name}", encoder, self._map, config.router, time.monotonic, engines=engines)
-        await self._router.start()
-        metrics = Metrics()
-        self._shared_metrics = SharedMetrics(metrics, config.redis, f"{key_prefix(config.fleet_name)}x", name)
-        self._shared_metrics.start()
-        fleet = ServeFleet(replicas)
-        self._front = Front(self._router, fleet, self._upstream, metrics, self._shared_metrics, config.ingress)
+        upstream, metrics = Upstream(config.ingress.connect_timeout_s), Metrics()
+        exposition = SharedMetrics(metrics, config.redis, f"{key_prefix(config.fleet_name)}x", name)
+        self._parts: list[_Part] = []
+        fronts: dict[str, Front] = {}
+        for one, handle in zip(config.all_models, fleets, strict=True):
+            ownership, router = await _router(one, name, upstream)
+            front = Front(router, ServeFleet(handle), upstream, metrics, exposition, config.ingress)
+            fronts |= dict.fromkeys(one.names, front)
+            self._parts += [front, router, ownership]
+        self._parts += [exposition, upstream]
+        self._app = front if len(fleets) == 1 else ByModel(fronts, metrics, exposition, config.ingress)
+        exposition.start()
 
     def __serve_build_asgi_app__(self) -> Any:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:  # uvicorn takes objects for ASGI 2
             if scope["type"] == "lifespan":
                 await self._lifespan(receive, send)
             else:
-                await self._front(scope, receive, send)
+                await self._app(scope, receive, send)
 
         return app
 
@@ -83,10 +78,28 @@ class Ingress:
             if message["type"] == "lifespan.startup":
                 await send({"type": "lifespan.startup.complete"})
                 continue
-            for part in (self._front, self._shared_metrics, self._router, self._upstream, self._map):
+            for part in self._parts:
                 try:
                     await part.close()
                 except Exception:  # one that fails must not keep the others from leaving
                     logger.exception("closing %s failed", type(part).__name__)
             await send({"type": "lifespan.shutdown.complete"})
             return
+
+
+class _Part(Protocol):
+    async def close(self) -> None: ...
+
+
+async def _router(config: AppConfig, name: str, upstream: Upstream) -> tuple[RedisOwnershipMap, Router]:
+    ownership = RedisOwnershipMap(config.redis, config.fleet_name, look_up_timeout_s=config.router.look_up_timeout_s)
+    try:
+        await ownership.connect()
+    except OwnershipUnavailable as error:
+        logger.warning("starting without the ownership map: %s", error)
+    load = partial(PromptEncoder.load, config.model, config.tokenizer_source, config.adapters)
+    encoder = await asyncio.to_thread(load, fast=True, keep_ids=config.router.hand_over_token_ids)
+    engines = EnginePrompts(encoder, upstream)
+    router = Router(f"router-{name}", encoder, ownership, config.router, time.monotonic, engines=engines)
+    await router.start()
+    return ownership, router

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
@@ -21,10 +22,23 @@ from router.ownership.client import make_raw_client
 from router.tasks import end
 from router.types import Decision
 
+EXPOSITION = b"text/plain; version=0.0.4; charset=utf-8"
+"""Content type of what Prometheus reads."""
+
 _PERIOD_S = 2.0
 _COUNTS_S = 10.0
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 _ERRORS = (-16384, -4096, -1024, -256, -64, -1, 0, 64, 256, 1024, 4096, 16384)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetState:
+    """What the gauges tell of one fleet; `left_out`: replicas that get nothing because they failed."""
+
+    snapshot: Snapshot
+    trust: Mapping[str, float]
+    degraded: bool
+    left_out: int
 
 
 class Metrics:
@@ -86,19 +100,22 @@ class Metrics:
         self.predictions.labels(replica, outcome).inc()
         self.error.observe(predicted - reported)
 
-    def observe_fleet(self, fleet: Snapshot, trust: Mapping[str, float], degraded: bool, left_out: int) -> None:
-        self.degraded.set(degraded)
-        self.left_out.set(left_out)
-        self.replicas.set(len(fleet.replicas))
+    def observe_fleets(self, fleets: Iterable[FleetState]) -> None:
+        """All gauges of replicas anew."""
+        states = list(fleets)
+        self.degraded.set(any(one.degraded for one in states))
+        self.left_out.set(sum(one.left_out for one in states))
+        self.replicas.set(sum(len(one.snapshot.replicas) for one in states))
         for gauge in (self.blocks, self.unwritten, self.trust, self.doubts, self.unused):
             gauge.clear()
-        for record in fleet.replicas.values():
-            self.blocks.labels(record.replica_id).set(record.blocks)
-            self.unwritten.labels(record.replica_id).set(record.pending)
-            self.trust.labels(record.replica_id).set(trust.get(record.replica_id, 1.0))
-            self.doubts.labels(record.replica_id).set(bool(record.doubt))
-            for reason, count in record.unused.items():
-                self.unused.labels(record.replica_id, reason).set(count)
+        for one in states:
+            for record in one.snapshot.replicas.values():
+                self.blocks.labels(record.replica_id).set(record.blocks)
+                self.unwritten.labels(record.replica_id).set(record.pending)
+                self.trust.labels(record.replica_id).set(one.trust.get(record.replica_id, 1.0))
+                self.doubts.labels(record.replica_id).set(bool(record.doubt))
+                for reason, count in record.unused.items():
+                    self.unused.labels(record.replica_id, reason).set(count)
 
     def text(self) -> str:
         return generate_latest(self.registry).decode()

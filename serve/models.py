@@ -17,14 +17,14 @@ MODELS_PATH = "/v1/models"
 
 async def merged_models(
     upstream: Upstream, candidates: Sequence[Candidate], headers: Headers, timeout_s: float
-) -> dict[str, Any] | None:
-    """The list of models, each once, from all that answer in time; None when nobody does."""
+) -> list[dict[str, Any]] | None:
+    """The cards of all models, each once, from all replicas that answer in time; None when nobody does."""
     lists = await asyncio.gather(*(_models(upstream, one.url, headers, timeout_s) for one in candidates))
-    known: dict[str, Any] = {}
+    known: dict[str, dict[str, Any]] = {}
     for cards in lists:
         for card in cards or ():
             known.setdefault(card["id"], card)
-    return {"object": "list", "data": list(known.values())} if any(cards is not None for cards in lists) else None
+    return list(known.values()) if any(cards is not None for cards in lists) else None
 
 
 async def _models(upstream: Upstream, url: str, headers: Headers, timeout_s: float) -> list[dict[str, Any]] | None:

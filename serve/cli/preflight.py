@@ -92,10 +92,15 @@ def config_from_file(path: str, options: dict[str, Any]) -> tuple[AppConfig, int
 
 
 def check(config: AppConfig, port: int, *, own_redis: bool) -> None:
-    """Port, Redis, model and endpoints. Raises `Problem` for the first that is not in order."""
+    """Port, Redis, models and endpoints. Raises `Problem` for the first that is not in order."""
     _check_port(port)
     if not own_redis:
         _check_redis(config)
+    for one in config.all_models:
+        _check_model(one)
+
+
+def _check_model(config: AppConfig) -> None:
     for url in config.engine.endpoints:
         _check_endpoint(url)
     if config.engine.kind == "vllm":

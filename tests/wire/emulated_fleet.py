@@ -13,12 +13,9 @@ from replicas.emulated.engine import Engine
 from replicas.emulated.models import ServedModels
 from replicas.emulated.scheduler import Scheduler, SchedulerConfig
 from replicas.emulated.step_time import load_profile
-from router.config import RouterConfig
 from tests.wire.front_bench import BLOCK, MODEL, Bench, encoder, front_over, served
 
 MAX_MODEL_LEN = 8192
-# These tests ask what is decided by what was sent before: claims stay for as long as one of them takes.
-PATIENT = RouterConfig(claim_s=600.0)
 
 
 @dataclass
@@ -77,5 +74,5 @@ async def emulated_front(num: int = 2, **limits: Any) -> AsyncIterator[tuple[Ben
             record.url = await stack.enter_async_context(served(_recorded(api.app(), record)))
             stack.callback(engine.stop)
             engines.append(record)
-        bench = await stack.enter_async_context(front_over([one.url for one in engines], router=PATIENT, **limits))
+        bench = await stack.enter_async_context(front_over([one.url for one in engines], **limits))
         yield bench, engines

@@ -35,6 +35,8 @@ CHAT = "/v1/chat/completions"
 BLOCK = 16
 PATIENCE_S = 60.0
 """For what must happen at some time: far above what the slowest machine takes."""
+# These tests ask what is decided by what was sent before: claims stay for as long as one of them takes.
+PATIENT = RouterConfig(claim_s=600.0, lease_s=600.0)
 
 
 @cache
@@ -170,7 +172,7 @@ async def front_over(
     urls: Sequence[str], *, router: RouterConfig | None = None, prompts: PromptSource | None = None, **limits: Any
 ) -> AsyncIterator[Bench]:
     """The front before engines at these URLs, known as W0, W1, ...; `limits` are fields of `IngressSection`."""
-    settings, config = IngressSection(**{"connect_timeout_s": PATIENCE_S, **limits}), router or RouterConfig()
+    settings, config = IngressSection(**{"connect_timeout_s": PATIENCE_S, **limits}), router or PATIENT
     ownership = MemoryOwnershipMap(time.monotonic)
     for i, url in enumerate(urls):
         await ownership.join(f"W{i}", ReplicaRecord(f"W{i}", MODEL, BLOCK, url), 3600.0)

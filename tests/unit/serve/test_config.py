@@ -55,3 +55,26 @@ def test_the_reference_deployment_is_what_it_says() -> None:
     ):
         assert command[command.index(flag) + 1] == value
     assert {"--enable-prefix-caching", "--enable-prompt-tokens-details", "--kv-events-config"} <= set(command)
+
+
+def test_further_models_share_redis_and_front_and_nothing_else() -> None:
+    args = {"model": "a", "adapters": ["a1"], "redis": "redis://r:1/0", "ingress": {"num_replicas": 3}}
+    first, second = AppConfig.model_validate({**args, "also": [{"model": "b", "replicas": 2}]}).all_models
+    assert (first.names, second.names) == (("a", "a1"), ("b",))
+    assert (second.redis, second.ingress) == (first.redis, first.ingress)
+    assert (first.fleet_name, second.fleet_name) == ("a", "b")
+    assert (first.replicas, second.replicas) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("also", "why"),
+    [
+        ([{"model": "a"}], "a is the name of two"),
+        ([{"model": "b", "adapters": ["a"]}], "a is the name of two"),
+        ([{"model": "b", "fleet": "a"}], "fleet of its own"),
+        ([{"model": "b", "also": [{"model": "c"}]}], "no further ones itself"),
+    ],
+)
+def test_models_that_could_not_be_told_apart_are_refused(also: list[object], why: str) -> None:
+    with pytest.raises(ValidationError, match=why):
+        AppConfig.model_validate({"model": "a", "also": also})
