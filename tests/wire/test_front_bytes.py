@@ -358,6 +358,13 @@ async def test_no_prompt_and_no_secret_is_logged(caplog: pytest.LogCaptureFixtur
         assert secret not in str(record.exc_info or "")
 
 
+async def test_h8_a_body_without_a_model_is_for_the_only_one() -> None:
+    async with scripted_front(answer) as (bench, (engine,)):
+        for body in ({"messages": chat()["messages"]}, chat() | {"model": None}, chat() | {"model": ""}):
+            assert (await bench.post(body=body))[0] == 200
+            assert engine.generations[-1].json == body
+
+
 async def test_what_is_no_path_of_ours_or_the_engines_is_a_404() -> None:
     async with scripted_front(answer) as (bench, (engine,)):
         async with bench.http.get(bench.url + "/nowhere") as response:
