@@ -26,7 +26,7 @@ from router.ownership.redis import RedisOwnershipMap
 from router.prompt import COMPLETIONS_PATH, PromptEncoder
 from router.router import Router
 from router.types import ReplicaId
-from serve.metrics import Metrics
+from serve.metrics import FleetState, Metrics
 
 pytestmark = pytest.mark.integration
 
@@ -178,7 +178,7 @@ async def test_e1_a_message_that_can_t_be_decoded_is_logged_counted_and_leaves_n
     async with asyncio.timeout(DEADLINE_S):
         while "events_undecodable" not in metrics.text():
             snapshot = (await engines.router.look_up(COMPLETIONS_PATH, {"prompt": [1]}, 1)).snapshot
-            metrics.observe_fleet(snapshot, {}, False, 0)
+            metrics.observe_fleets([FleetState(snapshot, {}, False, 0)])
             await asyncio.sleep(0.02)
 
 
