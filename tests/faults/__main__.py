@@ -6,12 +6,16 @@ import argparse
 import asyncio
 import resource
 import sys
+import tempfile
 import time
 from collections import Counter
+from pathlib import Path
 
 from tests.faults.invariants import INVARIANTS, Broken
+from tests.faults.live import survive as survive_live
 from tests.faults.run import survive
 from tests.faults.soak import soak
+from tests.integration.live import whohas_up
 
 
 def main() -> int:
@@ -22,6 +26,7 @@ def main() -> int:
     parser.add_argument(
         "--soak", type=float, default=60.0, help="seconds of churn; 0: none.  [default: 60, an engine's hour]"
     )
+    parser.add_argument("--live", type=int, default=1, help="schedules against the whole application.  [default: 1]")
     options = parser.parse_args()
     first, _, last = options.seeds.partition("-")
     faults: Counter[str] = Counter()
@@ -48,6 +53,8 @@ def main() -> int:
         )
     if options.soak:
         broken += _soak(options.soak)
+    for seed in range(options.live):
+        broken += _live(seed)
     print(f"faults survived: {sum(faults.values())} ({_list(faults)})")
     print(f"requests: {_list(outcomes)}")
     print(f"invariants checked: {checked} ({', '.join(one.__name__.replace('_', ' ') for one in INVARIANTS)})")
@@ -68,6 +75,18 @@ def _soak(seconds: float) -> int:
         f" incarnations ended; second and last quarter: this process {rss:.1f} and {rss_then:.1f} MiB,"
         f" Redis {redis:.2f} and {redis_then:.2f} MiB"
     )
+    return 0
+
+
+def _live(seed: int) -> int:
+    """1 where it broke."""
+    try:
+        with tempfile.TemporaryDirectory() as folder, whohas_up(Path(folder)) as running:
+            told = asyncio.run(survive_live(running, seed, seconds=30.0))
+    except Broken as error:
+        print(f"whole application, schedule {seed}, BROKEN: {error}")
+        return 1
+    print(f"whole application, schedule {seed}: {', then '.join(told.faults)}; streamed chats: {_list(told.outcomes)}")
     return 0
 
 
