@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+from router.asked import Asked, Placement
 from router.handover import with_token_ids
-from router.router import Asked, Placement, Router
+from router.router import Router
 from router.tasks import end
 from router.types import Decision, ReplicaId
 from serve.asgi import Headers, HTTPError, Scope, Send, path_of

@@ -11,9 +11,10 @@ import time
 from dataclasses import replace
 from typing import Any, Protocol
 
+from router.asked import Asked
 from router.errors import InvalidRequest
 from router.prompt import parse_body
-from router.router import Asked, Router
+from router.router import Router
 from router.types import Decision
 from serve.asgi import HTTPError, Receive, Scope, Send, path_of, read_body, send_error, send_json, send_whole
 from serve.config import IngressSection

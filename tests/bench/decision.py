@@ -16,12 +16,13 @@ from unittest.mock import patch
 from redis.asyncio import Redis
 
 import router.memo as memo_module
+from router.asked import Asked
 from router.config import RouterConfig
 from router.hashing import chain
 from router.ownership import Lease, ReplicaRecord, Write
 from router.ownership.redis import RedisOwnershipMap
 from router.prompt import CHAT_PATH, PromptEncoder, parse_body
-from router.router import Asked, Router
+from router.router import Router
 from router.types import ReplicaId
 from serve.embedded_valkey import EmbeddedValkey
 from tests.bench import prompts

@@ -94,7 +94,7 @@ async def everybody_is_back(system: System) -> None:
 async def nothing_is_left_behind(system: System) -> None:
     """Redis keeps keys of the living only."""
     live = {one.collector.lease.slot for one in system.replicas if one.collector.lease is not None}
-    live |= {router._lease.slot for router, _, _ in system.routers if router._lease is not None}
+    live |= {router.lease.slot for router, _, _ in system.routers if router.lease is not None}
     prefix = system.direct._prefix
     async with Redis.from_url(system.valkey.url, socket_timeout=None) as client:
         for kind in (b"w", b"o"):

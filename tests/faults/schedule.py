@@ -147,7 +147,7 @@ async def a_cache_is_cleared(system: System, fault: Fault) -> None:
 async def a_router_crashes(system: System, fault: Fault) -> None:
     """Its bookings and claims must end with its lease; its clients get nothing more from it."""
     router, ownership, _ = system.routers.pop(fault.victim % len(system.routers))
-    teller = router._teller
+    teller = router._member._teller
     await system.add_router()
     if teller is not None:
         teller.cancel()

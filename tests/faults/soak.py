@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 import replicas.writer
-import router.router
+import router.membership
 from tests.faults.invariants import Broken, check_all
 from tests.faults.schedule import FAULTS, Fault
 from tests.faults.system import System
@@ -44,12 +44,12 @@ class Soaked:
 @contextmanager
 def _small_journals() -> Iterator[None]:
     """Journals are turned after minutes; here after seconds, so that all of their life is seen."""
-    before = replicas.writer._JOURNAL_SLACK, router.router._JOURNAL_BLOCKS
-    replicas.writer._JOURNAL_SLACK, router.router._JOURNAL_BLOCKS = 500, 1000
+    before = replicas.writer._JOURNAL_SLACK, router.membership._JOURNAL_BLOCKS
+    replicas.writer._JOURNAL_SLACK, router.membership._JOURNAL_BLOCKS = 500, 1000
     try:
         yield
     finally:
-        replicas.writer._JOURNAL_SLACK, router.router._JOURNAL_BLOCKS = before
+        replicas.writer._JOURNAL_SLACK, router.membership._JOURNAL_BLOCKS = before
 
 
 async def soak(seconds: float, seed: int = 1, requests_per_s: float = 30.0) -> Soaked:

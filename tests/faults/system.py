@@ -147,7 +147,7 @@ class System:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for task in self._clients:
+        for task in list(self._clients):
             await end(task)
         for router, ownership, _ in self.routers:
             await router.close()

@@ -19,12 +19,13 @@ import pytest
 from replicas.collector import Collector
 from replicas.events import BlockRemoved, BlockStored, KVEventBatch
 from replicas.subscriber import Batch
+from router.asked import Placement
 from router.config import RouterConfig
 from router.errors import OwnershipUnavailable
 from router.hashing import chain, pack_token_ids, root_hash
 from router.ownership import Match, ReplicaRecord
 from router.ownership.redis import RedisOwnershipMap
-from router.router import Placement, Router
+from router.router import Router
 from router.types import BlockHash, HashedPrompt, ReplicaId
 from serve.cli.doctor import _redis as check_redis
 from serve.embedded_valkey import EmbeddedValkey

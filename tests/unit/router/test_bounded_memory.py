@@ -53,7 +53,7 @@ async def test_r6_a_million_sessions_would_leave_no_trace() -> None:
             router.release(placed)
             clock.now += 0.05
         clock.now += 60.0
-        await router._tell()
+        await router._member.tell()
         return tracemalloc.get_traced_memory()[0]
 
     tracemalloc.start()

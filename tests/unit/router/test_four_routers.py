@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from router.asked import Placement
 from router.config import RouterConfig
 from router.hashing import chain, pack_token_ids, root_hash
 from router.ownership import Lease, ReplicaRecord, Write
 from router.ownership.memory import MemoryOwnershipMap
-from router.router import Placement, Router
+from router.router import Router
 from router.types import BlockHash, HashedPrompt, ReplicaId
 
 B = 16

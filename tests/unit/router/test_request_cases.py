@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from router.asked import Placement
 from router.config import RouterConfig
 from router.ownership import Lease, ReplicaRecord, Write
 from router.ownership.memory import MemoryOwnershipMap
 from router.prompt import PromptEncoder
-from router.router import Placement, Router
+from router.router import Router
 from router.types import HashedPrompt, ReplicaId
 
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
