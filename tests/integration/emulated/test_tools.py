@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import aiohttp
 import pytest
 
 from router.prompt import PromptEncoder
-from tests.integration.emulated_engine import (
-    MODEL,
+from tests.integration.emulated.process import (
     Server,
     cached,
     chat,
     complete,
     post,
-    running,
     stream,
-    tokenizer_folder,
 )
 
 pytestmark = pytest.mark.integration
@@ -30,23 +26,6 @@ TOOLS = [
     {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}},
 ]
 NOW = {"type": "function", "function": {"name": "now"}}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with running("--speed", "100", "--max-model-len", "2048", "--num-blocks", "2000") as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def encoder() -> PromptEncoder:
-    return PromptEncoder.load(MODEL, tokenizer_folder())
-
-
-@pytest.fixture
-async def http() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession() as session:
-        yield session
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
 
 import aiohttp
 import pytest
 
 from router.prompt import PromptEncoder
-from tests.integration.emulated_engine import (
+from tests.integration.emulated.process import (
     BLOCK,
     MODEL,
     Server,
@@ -17,30 +16,10 @@ from tests.integration.emulated_engine import (
     chat,
     complete,
     post,
-    running,
     stream,
-    tokenizer_folder,
 )
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    """A fast one. Its cache is shared: every test brings prompts of its own."""
-    with running("--speed", "100", "--max-model-len", "2048", "--num-blocks", "2000", "--lora-modules", "ada") as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def encoder() -> PromptEncoder:
-    return PromptEncoder.load(MODEL, tokenizer_folder())
-
-
-@pytest.fixture
-async def http() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession() as session:
-        yield session
 
 
 async def test_an_answer_says_that_it_is_emulated(http: aiohttp.ClientSession, server: Server) -> None:

@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import aiohttp
 import pytest
 
-from tests.integration.emulated_engine import MODEL, Server, cached, error, named_events, post, running
+from tests.integration.emulated.process import MODEL, Server, cached, error, named_events, post
 
 pytestmark = pytest.mark.integration
 
 SYSTEM = "You are a support agent of Example Air. Be brief. " * 4
 OPENING = "This text was emulated by whohas; no model ran."
 TOOL = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with running("--speed", "100", "--max-model-len", "2048", "--num-blocks", "2000") as one:
-        yield one
-
-
-@pytest.fixture
-async def http() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession() as session:
-        yield session
 
 
 def messages(content: Any, **fields: Any) -> dict[str, Any]:

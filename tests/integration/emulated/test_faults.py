@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from replicas.emulated.faults import EXIT_CODE, FAULT_HEADER
-from tests.integration.emulated_engine import (
+from tests.integration.emulated.process import (
     MODEL,
     Server,
     complete,

@@ -1,4 +1,4 @@
-"""The emulated engine as a process, for the tests in test_emulated_engine_*.py, and what a client does with it."""
+"""The emulated engine as a process, for the tests beside it, and what a client does with it."""
 
 from __future__ import annotations
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import aiohttp
 import pytest
 
 from router.prompt import PromptEncoder
-from tests.integration.emulated_engine import (
+from tests.integration.emulated.process import (
     MODEL,
     Server,
     cached,
@@ -20,29 +19,10 @@ from tests.integration.emulated_engine import (
     metric,
     post,
     running,
-    tokenizer_folder,
     wait_for,
 )
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    """A fast one. Its cache is shared: every test brings prompts of its own."""
-    with running("--speed", "100", "--max-model-len", "2048", "--num-blocks", "2000", "--lora-modules", "ada") as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def encoder() -> PromptEncoder:
-    return PromptEncoder.load(MODEL, tokenizer_folder())
-
-
-@pytest.fixture
-async def http() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession() as session:
-        yield session
 
 
 async def test_the_small_endpoints_answer_as_vllms(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from tests.integration.emulated_engine import (
+from tests.integration.emulated.process import (
     Server,
     cached,
     complete,
@@ -24,12 +24,6 @@ from tests.integration.emulated_engine import (
 pytestmark = pytest.mark.integration
 
 END_SEQ = b"\xff" * 8
-
-
-@pytest.fixture
-async def http() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession() as session:
-        yield session
 
 
 class Listener:

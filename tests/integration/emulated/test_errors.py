@@ -6,13 +6,13 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
 import pytest
 
-from tests.integration.emulated_engine import (
+from tests.integration.emulated.process import (
     MODEL,
     Server,
     complete,
@@ -28,23 +28,10 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    """A fast one. Its cache is shared: every test brings prompts of its own."""
-    with running("--speed", "100", "--max-model-len", "2048", "--num-blocks", "2000", "--lora-modules", "ada") as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
 def slow_server() -> Iterator[Server]:
     """One sequence at a time, at the pace of the real thing: 30 tokens, or 3,500 prompt tokens, a second."""
     with running("--max-num-seqs", "1", "--num-blocks", "4096") as one:
         yield one
-
-
-@pytest.fixture
-async def http() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession() as session:
-        yield session
 
 
 @pytest.mark.parametrize("stream", [False, True])
