@@ -243,7 +243,7 @@ async def _bench(encoder: PromptEncoder, pause_s: float) -> AsyncIterator[_Bench
                 (ownership, "look_up", "look-up, client", steps.wrap_async),
                 (router, "_decide", "rank", steps.wrap),
                 (router, "place", "reserve", steps.wrap),
-                (router, "_tell", _TELL, steps.wrap_async),
+                (router._member, "tell", _TELL, steps.wrap_async),
             ):
                 wrapped.enter_context(patch.object(owner, attribute, wrap(step, getattr(owner, attribute))))
             await router.start()
