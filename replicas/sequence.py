@@ -237,9 +237,8 @@ class SequenceTracker:
                 return list(self._drain())
             return [self._ask(fresh=True)]
         lost = self._lose(reason)
-        if (
-            answered or not self.can_replay
-        ):  # the publisher has no more than it sent: the next replay would end here too
+        # The publisher has no more than it sent: the next replay would end here too.
+        if answered or not self.can_replay:
             return [lost, *self._drain()]
         return [lost, self._ask(fresh=True)]
 

@@ -132,10 +132,6 @@ class PrefixMemo:
         """The last place at or before `end` where `text` may be cut; 0 where there is none."""
         return max((match.start() for match in self._cut.finditer(text, 0, end)), default=0)
 
-    def ids(self, text: str) -> bytes:
-        """The ids of `text`, piece by piece and without any memory: what `chain` hashes."""
-        return b"".join(self._encode(piece) for piece in self.split(text))
-
     def _deepest(self, keys: Sequence[bytes]) -> tuple[int, _Node | None]:
         with self._lock:
             for known in range(len(keys), 0, -1):

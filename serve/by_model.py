@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from router.errors import InvalidRequest
-from router.prompt import parse_body
 from serve.asgi import (
     HTTPError,
     Message,
@@ -21,7 +20,7 @@ from serve.asgi import (
     send_whole,
 )
 from serve.config import IngressSection
-from serve.front import Exposition, Front
+from serve.front import Exposition, Front, parsed
 from serve.metrics import EXPOSITION, Metrics
 from serve.models import MODELS_PATH
 
@@ -58,7 +57,7 @@ class ByModel:
                 await self._named(path.removeprefix(f"{MODELS_PATH}/"))(scope, receive, send)
             elif method == "POST":
                 raw = await read_body(receive, self._limits.max_body_bytes, self._limits.idle_timeout_s)
-                await self._named(_model(raw))(scope, _again(raw, receive), send)
+                await self._named(_model(scope, raw))(scope, _again(raw, receive), send)
             else:
                 await self._first(scope, receive, send)
         except HTTPError as error:
@@ -94,10 +93,10 @@ async def _cards(front: Front, scope: Scope) -> list[dict[str, Any]] | None:
         return None
 
 
-def _model(raw: bytes) -> str | None:
+def _model(scope: Scope, raw: bytes) -> str | None:
     """The model that a body names. What is no JSON object names none: the engine, or the front, says what it is."""
     try:
-        name = parse_body(raw).get("model")
+        name = parsed(scope, raw).get("model")
     except InvalidRequest:
         return None
     return name if isinstance(name, str) else None

@@ -30,7 +30,17 @@ GENERATION_PATHS = frozenset(
 )
 _ENGINE_PATHS = frozenset({"/tokenize", "/detokenize", "/version", "/load"})
 
+_PARSED = "whohas.body"
+
 logger = logging.getLogger("whohas.ingress")
+
+
+def parsed(scope: Scope, raw: bytes) -> dict[str, Any]:
+    """The request's body, parsed once however many parts of the front look into it. Raises `InvalidRequest`."""
+    body: dict[str, Any] | None = scope.get(_PARSED)
+    if body is None:
+        body = scope[_PARSED] = parse_body(raw)
+    return body
 
 
 class Exposition(Protocol):
@@ -104,7 +114,7 @@ class Front:
 
     async def _asked(self, path: str, scope: Scope, raw: bytes) -> Asked:
         try:
-            body = parse_body(raw)
+            body = parsed(scope, raw)
             asked = await self._router.look_up(path, body, len(raw))
         except InvalidRequest as error:
             raise HTTPError(400, str(error), "invalid_request_error", error.param) from error
@@ -158,7 +168,7 @@ class Front:
 
     async def _explain(self, scope: Scope, raw: bytes, send: Send) -> None:
         try:
-            body = parse_body(raw)
+            body = parsed(scope, raw)
         except InvalidRequest as error:
             raise HTTPError(400, str(error), "invalid_request_error", error.param) from error
         asked = await self._asked("/v1/completions" if "prompt" in body else "/v1/chat/completions", scope, raw)

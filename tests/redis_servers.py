@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
+import ipaddress
 import os
-import shutil
 import socket
 import ssl
 import subprocess
@@ -16,6 +17,11 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 
@@ -126,16 +132,16 @@ def _cluster_ok(server: EmbeddedValkey, nodes: int) -> bool:
 
 def certificate(folder: Path) -> tuple[Path, Path]:
     """Key and certificate for 127.0.0.1, signed by itself."""
-    openssl = shutil.which("openssl")
-    assert openssl is not None
-    key, cert = folder / "key.pem", folder / "cert.pem"
-    subprocess.run(
-        f"{openssl} req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 "
-        f"-addext subjectAltName=IP:127.0.0.1 -keyout {key} -out {cert}".split(),
-        check=True,
-        capture_output=True,
-    )
-    return key, cert
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "test")])
+    now = datetime.datetime.now(datetime.UTC)
+    here = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(now - datetime.timedelta(1)).not_valid_after(now + datetime.timedelta(1))
+    cert = builder.add_extension(here, critical=False).sign(key, hashes.SHA256())
+    key_file, cert_file = folder / "key.pem", folder / "cert.pem"
+    key_file.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    cert_file.write_bytes(cert.public_bytes(Encoding.PEM))
+    return key_file, cert_file
 
 
 class Proxy:

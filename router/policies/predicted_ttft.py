@@ -56,7 +56,7 @@ class PredictedTTFT:
         }
         if held < wanted and view.load == Load():
             terms["spread"] = -(1 + busy_share) * self._seconds(wanted - held)
-        return Ranked(view, sum(terms.values()), terms)
+        return Ranked(view, max(0.0, sum(terms.values())), terms)  # rounding may leave a hair below
 
     def _seconds(self, tokens: int) -> float:
         return tokens / self.prefill_tokens_per_s

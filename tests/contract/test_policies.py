@@ -22,7 +22,13 @@ fleets = st.lists(st.tuples(st.integers(0, 64), loads), min_size=1, max_size=8).
     lambda rows: [ReplicaView(ReplicaId(f"r{i}"), blocks, blocks, load) for i, (blocks, load) in enumerate(rows)]
 )
 requests = st.builds(
-    Request, st.integers(0, 1030), st.just(16), st.floats(0, 1, exclude_max=True), st.integers(0, 10**6)
+    Request,
+    st.integers(0, 1030),
+    st.just(16),
+    st.floats(0, 1, exclude_max=True),
+    st.integers(0, 10**6),
+    burst_key=st.none() | st.integers(0, 2**32 - 1),
+    shared_blocks=st.integers(0, 70),
 )
 
 

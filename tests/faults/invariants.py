@@ -9,7 +9,8 @@ from redis.asyncio import Redis
 
 from router.hashing import reusable_blocks
 from router.types import BlockHash, Slot
-from tests.faults.system import BLOCK, System, hashes_of
+from tests.faults.system import System
+from tests.token_ids import BLOCK, blocks_of
 
 
 class Broken(AssertionError):
@@ -42,7 +43,7 @@ def _figures(load: object) -> list[int]:
 async def no_credit_to_an_ended_incarnation(system: System) -> None:
     ended = {slot for _, slot in system.ended}
     for prompt in system.prompts:
-        matches = (await system.direct.look_up(hashes_of(prompt))).matches
+        matches = (await system.direct.look_up(blocks_of(prompt))).matches
         if wrong := ended & set(matches):
             raise Broken(f"slots {wrong} have ended and are credited")
 
@@ -74,7 +75,7 @@ async def the_map_says_what_the_collectors_hold(system: System) -> None:
 async def no_more_is_promised_than_engines_hold(system: System) -> None:
     slots = {one.collector.lease.slot: one for one in system.replicas if one.collector.lease is not None}
     for prompt in system.prompts:
-        asked = hashes_of(prompt)[: reusable_blocks(len(prompt), BLOCK)]
+        asked = blocks_of(prompt)[: reusable_blocks(len(prompt), BLOCK)]
         snapshot = await system.direct.look_up(asked)
         for slot, match in snapshot.matches.items():
             replica = slots.get(slot)

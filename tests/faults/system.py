@@ -8,7 +8,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,16 +22,16 @@ from replicas.emulated.fleet import Fleet
 from replicas.emulated.publisher import EventPublisher
 from replicas.subscriber import Subscriber
 from router.config import RouterConfig
-from router.hashing import chain, pack_token_ids, reusable_blocks, root_hash
+from router.hashing import reusable_blocks
 from router.ownership import ReplicaRecord
 from router.ownership.redis import RedisOwnershipMap
 from router.router import Router
 from router.tasks import end
-from router.types import BlockHash, HashedPrompt, ReplicaId
+from router.types import ReplicaId
 from serve.embedded_valkey import EmbeddedValkey
 from tests.redis_servers import Proxy, proxy
+from tests.token_ids import BLOCK, MODEL, TokenIds
 
-MODEL, BLOCK = "m", 16
 LEASE_S, CLAIM_S = 1.0, 1.0
 _SUBSCRIBE = partial(Subscriber, replay_timeout_s=0.5, probe_s=0.5)
 
@@ -51,19 +51,6 @@ class LossyPublisher(EventPublisher):
         if self.forget:
             self._buffer.clear()
         self._buffer.append((seq, payload))
-
-
-class Ids:
-    """Bodies carry their token ids."""
-
-    off_loop_bytes = 1 << 30
-
-    def hashed(self, path: str, body: Mapping[str, Any], block_size: int) -> HashedPrompt:
-        return HashedPrompt(len(body["ids"]), hashes_of(body["ids"]))
-
-
-def hashes_of(ids: Sequence[int]) -> list[BlockHash]:
-    return chain(root_hash(MODEL), pack_token_ids(ids), BLOCK)
 
 
 @dataclass(eq=False)
@@ -175,7 +162,7 @@ class System:
     async def add_router(self) -> None:
         ownership, link = await self._connection()
         name, config = f"router-{next(self._names)}", RouterConfig(lease_s=LEASE_S, claim_s=CLAIM_S)
-        router = Router(name, Ids(), ownership, config, time.monotonic, seed=self.random.randrange(1 << 30))
+        router = Router(name, TokenIds(), ownership, config, time.monotonic, seed=self.random.randrange(1 << 30))
         await router.start()
         self.routers.append((router, ownership, link))
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain as joined
 from itertools import repeat
-from typing import Any
 
 import msgspec
 
@@ -23,13 +22,12 @@ from replicas.emulated.scheduler import SchedulerConfig
 from replicas.emulated.step_time import load_profile
 from replicas.events import decode_batch
 from router.config import RouterConfig
-from router.hashing import chain, pack_token_ids, root_hash
 from router.ownership import Lease, ReplicaRecord, RouterRecord, Snapshot, Write
 from router.ownership.memory import MemoryOwnershipMap
 from router.router import Router
-from router.types import BlockHash, HashedPrompt, ReplicaId
+from router.types import BlockHash, ReplicaId
+from tests.token_ids import MODEL, TokenIds
 
-_MODEL = "simulated"
 _LEASE_S = 1e9
 
 
@@ -66,16 +64,6 @@ class Setup:
     event_delay_s: float = 0.005
     map_delay_s: float = 0.0005
     replicas_known_at_first: int | None = None
-
-
-class _Prompts:
-    """Prompts come as token ids; the same hashing as in the product."""
-
-    off_loop_bytes = 1 << 60
-
-    def hashed(self, path: str, body: Mapping[str, Any], block_size: int) -> HashedPrompt:
-        token_ids = body["prompt"]
-        return HashedPrompt(len(token_ids), chain(root_hash(_MODEL), pack_token_ids(token_ids), block_size))
 
 
 class _DistantMap(MemoryOwnershipMap):
@@ -125,7 +113,7 @@ class SimulatedFleet:
         router = self.routers[self.turn % len(self.routers)]
         self.turn += 1
         candidates = [self.names[replica] for replica in self.serving]
-        placement = await router.route("/v1/completions", {"prompt": call.token_ids}, 0, candidates)
+        placement = await router.route("/v1/completions", {"ids": call.token_ids}, 0, candidates)
         replica = self.names.index(placement.decision.replica_id)
         output: Iterator[int] = joined(call.output, repeat(0))
         try:
@@ -185,13 +173,13 @@ async def simulated(setup: Setup) -> SimulatedFleet:
     heard.append(one)
     for replica in range(setup.replicas):
         name = ReplicaId(f"replica-{replica}")
-        one.leases.append(await one.map.join(name, ReplicaRecord(name, _MODEL, setup.block_size), _LEASE_S))
-        one.sets.append(BlockSet(_MODEL, setup.block_size))
+        one.leases.append(await one.map.join(name, ReplicaRecord(name, MODEL, setup.block_size), _LEASE_S))
+        one.sets.append(BlockSet(MODEL, setup.block_size))
     one.serving = list(range(setup.replicas_known_at_first or setup.replicas))
     clock = asyncio.get_running_loop().time
     for number in range(setup.routers):
         config = RouterConfig(policy=setup.policy)
-        router = Router(f"router-{number}", _Prompts(), one.map, config, clock, seed=number)
+        router = Router(f"router-{number}", TokenIds(), one.map, config, clock, seed=number)
         await router.start()
         one.routers.append(router)
     return one

@@ -6,28 +6,20 @@ import asyncio
 import heapq
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from router.asked import Placement
 from router.config import RouterConfig
-from router.hashing import chain, pack_token_ids, root_hash
 from router.ownership import Lease, ReplicaRecord, Write
 from router.ownership.memory import MemoryOwnershipMap
 from router.router import Router
-from router.types import BlockHash, HashedPrompt, ReplicaId
+from router.types import BlockHash, ReplicaId
+from tests.token_ids import BLOCK as B
+from tests.token_ids import TokenIds, blocks_of
 
-B = 16
 RATE = 3800.0
 REPLICAS = [ReplicaId(f"r{i}") for i in range(8)]
-
-
-class Ids:
-    off_loop_bytes = 1 << 30
-
-    def hashed(self, path: str, body: Mapping[str, Any], block_size: int) -> HashedPrompt:
-        return HashedPrompt(len(body["ids"]), chain(root_hash("m"), pack_token_ids(body["ids"]), block_size))
 
 
 class Clock:
@@ -55,7 +47,7 @@ class World:
         placed = await router.route("/v1/completions", {"ids": ids}, 100, REPLICAS)
         await settle()
         name = placed.decision.replica_id
-        hashes = chain(root_hash("m"), pack_token_ids(ids), B)
+        hashes = blocks_of(ids)
         known = next((i for i, block in enumerate(hashes) if block not in self.held[name]), len(hashes))
         done = max(self.clock.now, self.busy_until[name]) + (len(ids) - known * B) / RATE
         self.busy_until[name] = done
@@ -89,7 +81,7 @@ async def world(routers: int, *, shared: bool) -> World:
     maps = [MemoryOwnershipMap(clock) for _ in range(1 if shared else routers)]
     leases = {name: [await one.join(name, ReplicaRecord(name, "m", B), 1e9) for one in maps] for name in REPLICAS}
     config = RouterConfig(lease_s=1e8)
-    here = [Router(f"router{i}", Ids(), maps[i % len(maps)], config, clock, seed=i) for i in range(routers)]
+    here = [Router(f"router{i}", TokenIds(), maps[i % len(maps)], config, clock, seed=i) for i in range(routers)]
     for router in here:
         await router.start()
     return World(maps, here, clock, leases)
