@@ -136,7 +136,7 @@ async def test_an_answer_that_came_while_our_own_loop_was_late_still_counts(
     ownership: RedisOwnershipMap, valkey_url: str, fleet: str
 ) -> None:
     await ownership.join("a", RECORD, 30)
-    quick = RedisOwnershipMap(valkey_url, fleet, look_up_timeout_s=0.02)
+    quick = RedisOwnershipMap(valkey_url, fleet, timeout_s=30.0, look_up_timeout_s=0.02)
     await quick.connect()
     asked = asyncio.create_task(quick.look_up([]))
     await asyncio.sleep(0)

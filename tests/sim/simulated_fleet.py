@@ -192,21 +192,32 @@ class Figures:
     ttft_p50_s: float
     ttft_p99_s: float
     max_mean_requests: float
+    max_mean_prefill: float
     goodput: float
     requests: Mapping[int, int]
 
 
 def figures(answers: Sequence[Answered], replicas: int, slo_ttft_s: float = 2.0) -> Figures:
-    """Token hit rate, TTFT, balance, and the share of requests that began within `slo_ttft_s`."""
+    """Token hit rate, TTFT, balance of requests and of computed prompt tokens; `goodput`: share of requests that began
+    within `slo_ttft_s` and took at most 0.15 s for each further token."""
     ttft = sorted(one.served.ttft_s for one in answers)
     counts = Counter(one.replica for one in answers)
     prompt = sum(one.served.prompt_tokens for one in answers)
+    computed: Counter[int] = Counter()
+    for one in answers:
+        computed[one.replica] += one.served.prompt_tokens - one.served.cached_tokens
     return Figures(
         sum(one.served.cached_tokens for one in answers) / prompt,
         sum(ttft) / len(ttft),
         ttft[len(ttft) // 2],
         ttft[min(len(ttft) - 1, int(len(ttft) * 0.99))],
         max(counts.values()) * replicas / len(answers),
-        sum(one <= slo_ttft_s for one in ttft) / len(ttft),
+        max(computed.values()) * replicas / sum(computed.values()),
+        sum(_good(one.served, slo_ttft_s) for one in answers) / len(answers),
         {replica: counts[replica] for replica in range(replicas)},
     )
+
+
+def _good(served: Served, slo_ttft_s: float) -> bool:
+    decode_s = served.e2e_s - served.ttft_s
+    return served.ttft_s <= slo_ttft_s and decode_s <= 0.15 * max(1, served.output_tokens - 1)

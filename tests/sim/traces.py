@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,12 @@ def tau(speed: float) -> list[Call]:
     return calls
 
 
-def mooncake(minutes: float, tick_s: float = 3.0) -> list[Call]:
-    """Conversations, 512 tokens a block. The trace's clock ticks every 3 s: what came in one tick is spread over it."""
-    rows = [row for row in _rows(MOONCAKE) if row["timestamp"] < minutes * 60_000]
+def mooncake(
+    minutes: float, tick_s: float = 3.0, keep: Callable[[list[int]], bool] = lambda hash_ids: True
+) -> list[Call]:
+    """Conversations, 512 tokens a block. The trace's clock ticks every 3 s: what came in one tick is spread over it.
+    `keep` looks at a request's blocks."""
+    rows = [row for row in _rows(MOONCAKE) if row["timestamp"] < minutes * 60_000 and keep(row["hash_ids"])]
     by_tick: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
         by_tick.setdefault(row["timestamp"], []).append(row)

@@ -21,7 +21,7 @@ def thinned_mooncake(keep_one_in: int = 8, count: int = 1000) -> list[Call]:
     first is a system prompt that many share."""
 
     def kept(hash_ids: list[int]) -> bool:
-        return xxh64_intdigest(str(hash_ids[min(1, len(hash_ids) - 1)]), 77) % keep_one_in == 0
+        return xxh64_intdigest(str(hash_ids[min(1, len(hash_ids) - 1)]).encode(), 77) % keep_one_in == 0
 
     calls = traces.mooncake(60.0, keep=kept)[:count]
     return [Call(call.at - calls[0].at, call.token_ids, call.output, call.num_output) for call in calls]
