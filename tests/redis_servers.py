@@ -8,7 +8,6 @@ import contextlib
 import datetime
 import ipaddress
 import os
-import socket
 import ssl
 import subprocess
 import time
@@ -25,6 +24,7 @@ from cryptography.x509.oid import NameOID
 from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 
+from replicas.engine import quiet_port, quiet_ports
 from serve.embedded_valkey import EmbeddedValkey, _binary, _die_with
 
 DEADLINE_S = 60.0
@@ -41,12 +41,6 @@ def wait_until(check: Callable[[], bool]) -> None:
     while not check():
         assert time.monotonic() < end, "not within the deadline"
         time.sleep(0.05)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def follow(replica: EmbeddedValkey, primary: EmbeddedValkey) -> None:
@@ -67,7 +61,7 @@ def pair() -> Iterator[tuple[EmbeddedValkey, EmbeddedValkey]]:
 @contextmanager
 def sentinel(folder: Path, primary: EmbeddedValkey, service: str = "main") -> Iterator[int]:
     """One Sentinel that watches `primary`; its port."""
-    port = free_port()
+    port = quiet_port()
     config = folder / "sentinel.conf"
     config.write_text(
         f"port {port}\nbind 127.0.0.1\ndir {folder}\nsentinel monitor {service} 127.0.0.1 {primary.port} 1\n"
@@ -111,7 +105,7 @@ def _replicas_known(port: int, service: str) -> int:
 def cluster(nodes: int = 3) -> Iterator[list[EmbeddedValkey]]:
     """Primaries that share the hash slots evenly."""
     with ExitStack() as stack:
-        servers, buses = [], [free_port() for _ in range(nodes)]
+        servers, buses = [], quiet_ports(nodes)
         for bus in buses:
             settings = {"cluster-enabled": "yes", "cluster-port": str(bus), "cluster-node-timeout": "5000"}
             servers.append(stack.enter_context(EmbeddedValkey(settings=settings)))

@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from replicas.engine import reserve_port
+from replicas.engine import quiet_ports
 from router.ownership.client import safe_url
 from serve.cli import state
 from serve.cli.preflight import Problem, check, config_from_file, config_from_options
@@ -160,8 +160,8 @@ def short_folder() -> str:
 
 def serve_environment(folder: str) -> dict[str, str]:
     """What Ray Serve must find in the environment: HAProxy on, our event loop the only one, files in `folder`."""
-    with reserve_port("127.0.0.1") as one, reserve_port("127.0.0.1") as other:
-        metrics_port, stats_port = one.getsockname()[1], other.getsockname()[1]
+    # HAProxy is started seconds from now: meanwhile Ray's own connections must not be given these ports.
+    metrics_port, stats_port = quiet_ports(2)
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",

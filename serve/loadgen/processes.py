@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import yaml
 
-from replicas.engine import reserve_port
+from replicas.engine import quiet_port
 
 MODEL = "whohas-bench"
 _START_S, _STOP_S = 180.0, 60.0
@@ -44,8 +44,7 @@ def emulated_engine(*flags: str, tokenizer: str = "builtin") -> Iterator[str]:
 @contextlib.contextmanager
 def whohas_up(args: Mapping[str, Any]) -> Iterator[str]:
     """URL of a `whohas up` on a free port, with these application settings. Raises `NotStarted`."""
-    with reserve_port("127.0.0.1") as reserved:
-        port = reserved.getsockname()[1]
+    port = quiet_port()
     settings = {"model": MODEL, "tokenizer": "builtin", **args}
     application = {"name": "whohas", "route_prefix": "/", "import_path": "serve.app:build", "args": settings}
     with tempfile.TemporaryDirectory(prefix="whohas-bench-") as folder, tempfile.TemporaryFile("w+") as log:

@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from replicas.engine import quiet_port
 from router.ownership import ReplicaRecord
 from router.ownership.redis import RedisOwnershipMap
 from serve.embedded_valkey import EmbeddedValkey
@@ -69,7 +69,7 @@ class Stack:
 @contextlib.contextmanager
 def running(*arguments: str) -> Iterator[Up]:
     """`whohas up` with these arguments, on a free port, from "ready" on."""
-    port = _free_port()
+    port = quiet_port()
     command = [str(Path(sys.executable).with_name("whohas")), "up", *arguments, "--port", str(port)]
     with tempfile.TemporaryFile("w+") as log:
         # A session of its own: Ctrl-C is for the benchmark, which then stops its children in order.
@@ -174,9 +174,3 @@ def _stop_uninterrupted(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -19,6 +19,8 @@ from typing import Any
 
 import yaml
 
+from replicas.engine import quiet_port
+
 MODEL = "test-model"
 START_S, STOP_S = 180.0, 60.0
 WHOHAS = str(Path(sys.executable).with_name("whohas"))
@@ -77,12 +79,6 @@ def _answer(status: int, response: Any) -> Answer:
     return Answer(status, {key.lower(): value for key, value in response.headers.items()}, response.read())
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def config_file(folder: Path, **args: Any) -> Path:
     """A Serve config with quick emulated engines; `args` go over it."""
     engine = {"kind": "emulated", "num_blocks": 4000, "speed": 10.0, "event_delay_s": 0.5}
@@ -99,7 +95,7 @@ def config_file(folder: Path, **args: Any) -> Path:
 @contextmanager
 def whohas_up(folder: Path, *options: str, **args: Any) -> Iterator[Live]:
     """Started as a user would, in a process group of its own; ended by Ctrl-C to the whole group."""
-    port = free_port()
+    port = quiet_port()
     log = (folder / "up.log").open("w+")
     process = subprocess.Popen(
         [WHOHAS, "up", str(config_file(folder, **args)), "--port", str(port), *options],

@@ -14,8 +14,9 @@ import pytest
 import yaml
 
 from replicas.emulated.step_time import load_profile
+from replicas.engine import quiet_port
 from serve.loadgen.processes import emulated_engine
-from tests.integration.live import WHOHAS, free_port
+from tests.integration.live import WHOHAS
 
 pytestmark = pytest.mark.integration
 
@@ -75,7 +76,7 @@ def test_errors_are_counted_by_kind_and_end_with_1(engine: str) -> None:
 
 
 def test_nothing_listening_is_said_in_one_line() -> None:
-    done = bench("--url", f"http://127.0.0.1:{free_port()}", status=1)
+    done = bench("--url", f"http://127.0.0.1:{quiet_port()}", status=1)
     assert "nothing answers at" in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.integration.live import WHOHAS, config_file, free_port
+from replicas.engine import quiet_port
+from tests.integration.live import WHOHAS, config_file
 
 pytestmark = pytest.mark.integration
 
@@ -32,7 +33,7 @@ def test_a_taken_port_names_the_option() -> None:
 
 
 def test_an_unreachable_redis_is_named_without_its_password() -> None:
-    line = refused("--port", str(free_port()), "--redis", "redis://me:secret@127.0.0.1:1/0")
+    line = refused("--port", str(quiet_port()), "--redis", "redis://me:secret@127.0.0.1:1/0")
     assert "redis://127.0.0.1:1/0" in line
     assert "running and reachable" in line
     assert "secret" not in line
@@ -43,7 +44,7 @@ def test_something_that_is_no_redis_url_is_refused() -> None:
 
 
 def test_a_missing_model_says_what_was_looked_for(tmp_path: Path) -> None:
-    line = refused("--port", str(free_port()), "--model", str(tmp_path / "nothing-here"))
+    line = refused("--port", str(quiet_port()), "--model", str(tmp_path / "nothing-here"))
     assert "nothing-here" in line
 
 
@@ -52,7 +53,7 @@ def test_vllm_without_a_model_asks_for_it() -> None:
 
 
 def test_an_endpoint_where_nobody_answers_is_named(tmp_path: Path) -> None:
-    line = refused("--port", str(free_port()), "--endpoints", "http://127.0.0.1:1", "--model", "m")
+    line = refused("--port", str(quiet_port()), "--endpoints", "http://127.0.0.1:1", "--model", "m")
     assert "http://127.0.0.1:1" in line
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from replicas.config import EngineConfig
-from replicas.engine import make_engine
+from replicas.engine import make_engine, quiet_port
 from replicas.replica import Replica
 from router.model_files import _find_folder
 from router.ownership import ReplicaRecord
@@ -25,7 +25,7 @@ from router.prompt import PromptEncoder
 from router.types import Prompt
 from serve.cli import engine_check, fleet_check
 from serve.config import AppConfig
-from tests.integration.live import MODEL, WHOHAS, Live, config_file, free_port
+from tests.integration.live import MODEL, WHOHAS, Live, config_file
 
 pytestmark = pytest.mark.integration
 
@@ -42,7 +42,7 @@ def doctor(*args: str, home: Path) -> tuple[int, dict[str, dict[str, str]]]:
 
 def test_a_sound_fleet_passes_and_every_engine_shows_what_it_caches(live: Live, tmp_path: Path) -> None:
     config = config_file(tmp_path)
-    code, lines = doctor(str(config), "--redis", live.redis, "--port", str(free_port()), home=tmp_path)
+    code, lines = doctor(str(config), "--redis", live.redis, "--port", str(quiet_port()), home=tmp_path)
     assert code == 0, lines
     assert {"Python", "Ray", "vLLM", "GPUs", "port", "tokenizer", "chat template", "Valkey", "fleet"} <= set(lines)
     assert lines["fleet"]["text"] == f"{MODEL}: 4 replicas, all with blocks of 16 tokens"
@@ -53,7 +53,7 @@ def test_a_sound_fleet_passes_and_every_engine_shows_what_it_caches(live: Live, 
 
 
 def test_the_lines_for_people_are_one_each(live: Live, tmp_path: Path) -> None:
-    config, port = config_file(tmp_path), str(free_port())
+    config, port = config_file(tmp_path), str(quiet_port())
     command = [WHOHAS, "doctor", str(config), "--redis", live.redis, "--port", port]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     lines = done.stdout.splitlines()
@@ -62,13 +62,13 @@ def test_the_lines_for_people_are_one_each(live: Live, tmp_path: Path) -> None:
 
 
 def test_without_a_config_a_fleet_whose_tokenizer_is_unknown_asks_for_it(live: Live, tmp_path: Path) -> None:
-    code, lines = doctor("--redis", live.redis, "--port", str(free_port()), home=tmp_path)
+    code, lines = doctor("--redis", live.redis, "--port", str(quiet_port()), home=tmp_path)
     assert code == 1
     assert any("give the config file" in line["text"] for line in lines.values())
 
 
 def test_a_redis_that_is_not_there_is_wrong(tmp_path: Path) -> None:
-    code, lines = doctor("--port", str(free_port()), home=tmp_path)
+    code, lines = doctor("--port", str(quiet_port()), home=tmp_path)
     assert code == 1
     assert lines["Redis"]["status"] == "wrong"
     assert "running and reachable" in lines["Redis"]["text"]
@@ -163,7 +163,7 @@ async def test_servers_that_run_already_are_checked_before_whohas_is_in_front_of
     external = {"kind": "external", "endpoints": (at.url,), "events_endpoints": (at.events,)}
     encoder = PromptEncoder.load(MODEL, "builtin")
     try:
-        there = ("--redis", valkey_url, "--port", str(free_port()), "--endpoints", at.url)
+        there = ("--redis", valkey_url, "--port", str(quiet_port()), "--endpoints", at.url)
         what = ("--model", MODEL, "--tokenizer", "builtin")
         code, lines = await asyncio.to_thread(doctor, *there, *what, home=tmp_path)
         assert code == 0, lines

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from replicas.config import EngineConfig
-from replicas.engine import EngineEndpoints, emulated_argv, make_engine, reserve_port, vllm_argv
+from replicas.engine import EngineEndpoints, emulated_argv, make_engine, quiet_port, reserve_port, vllm_argv
 from replicas.engine_api import get, read_facts, read_load
 from replicas.process import EngineFailed, EngineProcess
 
@@ -98,12 +98,6 @@ def script(folder: Path, name: str, text: str) -> str:
     path = folder / f"{name}.py"
     path.write_text(textwrap.dedent(text))
     return str(path)
-
-
-def free_port() -> int:
-    with reserve_port("127.0.0.1") as reserved:
-        port: int = reserved.getsockname()[1]
-        return port
 
 
 class Family:
@@ -225,12 +219,12 @@ async def test_an_engine_that_never_gets_ready_is_given_up() -> None:
     process = EngineProcess("t", [sys.executable, "-c", "import time; print('loading', flush=True); time.sleep(600)"])
     await process.start()
     with pytest.raises(EngineFailed, match=r"not ready after 0\.5 s"):
-        await process.wait_ready(f"http://127.0.0.1:{free_port()}", timeout_s=0.5)
+        await process.wait_ready(f"http://127.0.0.1:{quiet_port()}", timeout_s=0.5)
     await process.stop(grace_s=1)
 
 
 async def test_facts_and_load_come_from_the_engine(tmp_path: Path) -> None:
-    port = free_port()
+    port = quiet_port()
     process = EngineProcess("t", [sys.executable, script(tmp_path, "healthy", HEALTHY), str(port)])
     await process.start()
     url = f"http://127.0.0.1:{port}"
@@ -250,6 +244,16 @@ def test_a_reserved_port_is_given_to_nobody_else_but_can_be_listened_on() -> Non
         server.listen()
         with reserve_port("127.0.0.1") as other:
             assert other.getsockname() != reserved.getsockname()
+
+
+def test_a_quiet_port_is_free_and_none_that_the_kernel_gives_away() -> None:
+    taken = quiet_port()
+    first_given_away = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert 20_000 <= taken < min(30_000, first_given_away)
+    with socket.socket() as server:
+        server.bind(("", taken))
+        server.listen()
+        assert taken not in {quiet_port() for _ in range(200)}
 
 
 # --- command lines --------------------------------------------------------------------------------------------------

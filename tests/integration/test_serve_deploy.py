@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 import yaml
 
+from replicas.engine import quiet_ports
 from serve.cli.up import serve_environment, short_folder
-from tests.integration.live import Live, command_of, descendants, free_port, state_of
+from tests.integration.live import Live, command_of, descendants, state_of
 
 pytestmark = pytest.mark.integration
 EXAMPLE = Path(__file__).parents[2] / "examples" / "laptop.yaml"
@@ -44,12 +45,12 @@ class Cluster:
     """One Ray head with its dashboard on loopback, and the application deployed on it."""
 
     def __init__(self, folder: Path, redis: str) -> None:
-        self.gcs, self.dashboard, self.http = free_port(), free_port(), free_port()
+        self.gcs, self.dashboard, self.http, client, agent = quiet_ports(5)
         self.redis, self._folder = redis, folder
         self.env = {**os.environ, **serve_environment(str(folder))}
         self.env.pop("PYTHONDONTWRITEBYTECODE", None)
-        ports = {"port": self.gcs, "dashboard-port": self.dashboard, "ray-client-server-port": free_port()}
-        ports |= {"dashboard-agent-listen-port": free_port(), "min-worker-port": 0, "max-worker-port": 0}
+        ports = {"port": self.gcs, "dashboard-port": self.dashboard, "ray-client-server-port": client}
+        ports |= {"dashboard-agent-listen-port": agent, "min-worker-port": 0, "max-worker-port": 0}
         self._log = (folder / "ray.log").open("w+")
         self.process = subprocess.Popen(
             [
