@@ -64,11 +64,7 @@ async def survive(live: Live, seed: int, seconds: float, bound_s: float = 180.0)
 
 async def _happen(live: Live, name: str, dice: random.Random) -> None:
     sign, kill = FAULTS[name]
-    victims = []
-    for pid in descendants(live.process.pid):
-        with suppress(FileNotFoundError):
-            if sign in command_of(pid):
-                victims.append(pid)
+    victims = [pid for pid in descendants(live.process.pid) if sign in command_of(pid)]
     if not victims:
         raise Broken(f"no process to be {name}")
     victim = dice.choice(sorted(victims))

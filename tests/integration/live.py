@@ -110,7 +110,7 @@ def whohas_up(folder: Path, *options: str, **args: Any) -> Iterator[Live]:
         before = descendants(process.pid)
         yield live
         interrupt(process)
-        leftover = [pid for pid in before if Path(f"/proc/{pid}").exists() and state_of(pid) != "Z"]
+        leftover = [pid for pid in before if state_of(pid) not in ("", "Z")]
         assert not leftover, f"left behind: {[command_of(pid) for pid in leftover]}"
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -140,17 +140,28 @@ def _wait_ready(process: subprocess.Popen[str], folder: Path) -> str:
 
 
 def state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    """As in `ps`; empty where the process has gone, which any may do while one looks."""
+    fields = _of(Path(f"/proc/{pid}/stat")).decode().rpartition(")")[2].split()
+    return fields[0] if fields else ""
 
 
 def command_of(pid: int, length: int = 120) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:length]
+    """Empty where the process has gone."""
+    return _of(Path(f"/proc/{pid}/cmdline")).replace(b"\0", b" ").decode()[:length]
 
 
 def descendants(pid: int) -> list[int]:
     """Every process under `pid`, children before their own children."""
     found = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, task.read_text().split()):
+        for child in map(int, _of(task).split()):
             found += [child, *descendants(child)]
     return found
+
+
+def _of(file: Path) -> bytes:
+    """What the kernel says of a process; b"" where that has gone."""
+    try:
+        return file.read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""

@@ -109,10 +109,7 @@ class Cluster:
 
 
 def exists(pid: int) -> bool:
-    try:
-        return state_of(pid) != "Z"
-    except OSError:
-        return False
+    return state_of(pid) not in ("", "Z")
 
 
 def wait(condition: Callable[[], Any], what: str, timeout_s: float) -> Any:
