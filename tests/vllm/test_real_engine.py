@@ -89,11 +89,14 @@ def test_what_is_predicted_is_what_vllm_reports(fleet: Live, tiny: Path) -> None
     assert fleet.request("GET", "/health").json["doubts"] == {}  # the handshake, with tools and each adapter
 
 
-def test_p8_of_a_prompt_of_exactly_four_cached_blocks_three_are_promised_and_reused(fleet: Live, tiny: Path) -> None:
-    body = {"model": str(tiny), "prompt": list(range(20_000, 20_128)), "max_tokens": 1, "temperature": 0}
+def test_p8_of_a_prompt_of_exactly_sixteen_cached_blocks_fifteen_are_promised_and_reused(
+    fleet: Live, tiny: Path
+) -> None:
+    # Of a few blocks only, the holder might be passed over: the other ingress may not know yet that its work is done.
+    body = {"model": str(tiny), "prompt": list(range(20_000, 20_512)), "max_tokens": 1, "temperature": 0}
     cold, warm = (fleet.request("POST", "/v1/completions", body) for _ in range(2))
     assert (cold.predicted, cold.cached) == (0, 0)
-    assert (warm.predicted, warm.cached) == (96, 96)
+    assert (warm.predicted, warm.cached) == (480, 480)
 
 
 def test_ids_sent_along_with_a_chat_give_the_same_answer_and_the_same_blocks(fleet: Live, tiny: Path) -> None:
