@@ -15,6 +15,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
+from os.path import commonprefix
 from threading import Lock
 
 from xxhash import xxh3_128_digest
@@ -82,6 +83,7 @@ class PrefixMemo:
         self._digest: Callable[[bytes], bytes] = _strong_digest if keep_ids else xxh3_128_digest
         self._encode = encode
         self._cut = re.compile("|".join(re.escape(cut) for cut in sorted(cuts, key=len, reverse=True)))
+        self._cuts_begin = commonprefix(list(cuts))  # noqa: RUF071  # characters, no paths
         self._max_bytes = max_bytes
         self._nodes: OrderedDict[bytes, _Node] = OrderedDict()
         self._lock = Lock()
@@ -119,11 +121,11 @@ class PrefixMemo:
     def split(self, text: str) -> list[str]:
         """Cut before special tokens, but not into pieces below `_MIN_PIECE` characters. A longer text that begins with
         this one has the same pieces, up to the last one."""
-        pieces, start = [], 0
-        for match in self._cut.finditer(text):
-            if match.start() - start >= _MIN_PIECE:
-                pieces.append(text[start : match.start()])
-                start = match.start()
+        pieces, start, begin, search = [], 0, self._cuts_begin, self._cut.search
+        # Most of a text can't be a cut: `find` skips it at several times the speed of the pattern.
+        while (at := text.find(begin, start + _MIN_PIECE)) >= 0 and (match := search(text, at)):
+            pieces.append(text[start : match.start()])
+            start = match.start()
         if start < len(text):
             pieces.append(text[start:])
         return pieces

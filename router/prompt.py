@@ -43,7 +43,7 @@ COMPLETIONS_PATH = "/v1/completions"
 TOKENIZE_PATH = "/tokenize"
 
 _SLOW_BYTES = 16_384
-_FAST_BYTES = 131_072
+_FAST_BYTES = 262_144
 _BOM = b"\xef\xbb\xbf"
 # Arguments of transformers' apply_chat_template: as template variables they'd mean something else to the engine.
 _RESERVED_KWARGS = {

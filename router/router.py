@@ -252,7 +252,8 @@ class Router:
 
     def _to_tell(self, everything: bool) -> tuple[RouterRecord, Sequence[Write]]:
         with self._lock:
-            self._bookings.expire(self._clock())
+            if not self._bookings.expire(self._clock()):
+                self._member.changed.set()
             self._trust.keep(self.fleet.replicas)
             record = RouterRecord(self._bookings.loads(), self._trust.doubted())
             return record, self._bookings.all_claims() if everything else self._bookings.take_writes()

@@ -7,6 +7,7 @@ loop that starts a thread waits until that thread has run, behind all the others
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -15,6 +16,8 @@ from typing import ParamSpec, TypeVar
 
 _COUNT = 2
 _START_S = 10.0
+_SWITCH_S = 0.001
+"""How long a thread may keep the interpreter lock from the event loop, for the whole process; Python's own is 5 ms."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,6 +31,7 @@ class Workers:
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="whohas-prompt")
 
     def start(self) -> None:
+        sys.setswitchinterval(_SWITCH_S)
         met = Barrier(self._count)  # so that no thread does the work of two
         for _ in range(self._count):
             self._threads.submit(met.wait, _START_S)

@@ -120,8 +120,8 @@ class RedisOwnershipMap:
         await self._call("turn_journal", lease.member, lease.epoch, int(done))
 
     async def look_up(self, hashes: Sequence[BlockHash]) -> Snapshot:
-        raw = hashes.raw if isinstance(hashes, HashChain) else b"".join(hashes)
-        now, members, changes = await self._within(self._look_up_timeout_s, self._call("look_up", raw))
+        asking = self._call("look_up", _joined(hashes))
+        now, members, changes = await self._within(self._look_up_timeout_s, asking)
         return _snapshot(float(now), members, changes)
 
     async def _within(self, timeout_s: float, call: Coroutine[Any, Any, Any]) -> Any:
@@ -243,6 +243,10 @@ def _milliseconds(seconds: float) -> int:
     return max(1, round(seconds * 1000))
 
 
+def _joined(hashes: Sequence[BlockHash]) -> bytes:
+    return hashes.raw if isinstance(hashes, HashChain) else b"".join(hashes)
+
+
 def _parts(writes: Sequence[Write]) -> Iterator[list[bytes]]:
     """Arguments of one `write` call after the other, each naming at most `_HASHES_A_CALL` hashes."""
     part: list[bytes] = []
@@ -251,7 +255,7 @@ def _parts(writes: Sequence[Write]) -> Iterator[list[bytes]]:
         if size + len(removed) + len(added) > _HASHES_A_CALL and part:
             yield part
             part, size = [], 0
-        part += [_SLOT.pack(owner), b"".join(removed), b"".join(added)]
+        part += [_SLOT.pack(owner), _joined(removed), _joined(added)]
         size += len(removed) + len(added)
     if part:
         yield part

@@ -77,3 +77,14 @@ def test_a_replica_unknown_to_the_map_is_charged_but_claims_nothing() -> None:
     assert book.load(A) == Load(1, 0, 640)
     assert book.loads() == {}
     assert book.take_writes() == []
+
+
+def test_the_claims_of_a_burst_end_a_few_at_a_time() -> None:
+    book = Bookings(claim_s=5)
+    for chat in range(5):
+        chain = [BlockHash(f"{chat}-{depth}".encode()) for depth in range(3000)]
+        reservation = book.reserve(A, SLOT, 48_000, chain, now=0)
+        book.first_token(reservation)
+        book.release(reservation, now=1)
+    assert [book.expire(5) for _ in range(3)] == [False, False, True]
+    assert book.all_claims() == []
