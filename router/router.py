@@ -39,7 +39,7 @@ from router.membership import Membership
 from router.ownership import Lease, Match, OwnershipMap, RouterRecord, Snapshot, Write
 from router.policies import Policy, Request, load_policy
 from router.trust import TrustBook
-from router.types import Decision, HashedPrompt, Load, ReplicaId, ReplicaView, Slot
+from router.types import BlockHash, Decision, HashedPrompt, Load, ReplicaId, ReplicaView, Slot
 from router.workers import Workers
 
 _BYTES_A_TOKEN = 4
@@ -223,7 +223,8 @@ class Router:
     def _decide(self, asked: Asked, candidates: Sequence[ReplicaId]) -> Decision:
         by_id, others = slots(asked.snapshot), self._loads_of_others(asked.snapshot)
         candidates = sorted(candidates)
-        views = [self._view(asked, replica, by_id.get(replica), others) for replica in candidates]
+        reusable = asked.hashes[: asked.reusable]
+        views = [self._view(asked, reusable, replica, by_id.get(replica), others) for replica in candidates]
         held = held_blocks(asked)
         request = Request(
             asked.num_tokens,
@@ -237,7 +238,14 @@ class Router:
         predicted = ranked[0].view.overlap_blocks * asked.block_size
         return Decision(asked.num_tokens, predicted, ranked, reason(asked, ranked[0].view, views))
 
-    def _view(self, asked: Asked, replica: ReplicaId, slot: Slot | None, others: Mapping[int, Load]) -> ReplicaView:
+    def _view(
+        self,
+        asked: Asked,
+        reusable: Sequence[BlockHash],
+        replica: ReplicaId,
+        slot: Slot | None,
+        others: Mapping[int, Load],
+    ) -> ReplicaView:
         load = self._bookings.load(replica)
         if slot is None:
             return ReplicaView(replica, load=load)
@@ -245,7 +253,7 @@ class Router:
         if not credited(asked, slot):
             return ReplicaView(replica, load=load)
         match = asked.snapshot.matches.get(slot, Match())
-        overlap = self._bookings.claimed_depth(slot, asked.hashes[: asked.reusable], match.overlap)
+        overlap = self._bookings.claimed_depth(slot, reusable, match.overlap)
         trust = self._trust.trust(slot)
         owned, overlap = self._trust.credit(slot, match.owned), self._trust.credit(slot, overlap)
         return ReplicaView(replica, owned, overlap, load, trust)

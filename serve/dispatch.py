@@ -231,7 +231,7 @@ class Dispatcher:
         decision, placement = pick.decision, pick.placement
         assert decision is not None
         if placement is not None:
-            self._metrics.decided(decision, time.perf_counter() - job.started)
+            self._metrics.decided(decision, job.asked, time.perf_counter() - job.started)
 
         def on_first_chunk() -> None:
             self._metrics.first_byte.observe(time.perf_counter() - job.started)

@@ -17,6 +17,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from redis.exceptions import RedisError
 
+from router.asked import Asked
 from router.ownership import Snapshot
 from router.ownership.client import make_raw_client
 from router.tasks import end
@@ -28,6 +29,8 @@ EXPOSITION = b"text/plain; version=0.0.4; charset=utf-8"
 _PERIOD_S = 2.0
 _COUNTS_S = 10.0
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
+_LONG_TOKENS = 1024
+_SHARED = (0, 64, 256, 1024, 4096, 16384, 65536)
 _ERRORS = (-16384, -4096, -1024, -256, -64, -1, 0, 64, 256, 1024, 4096, 16384)
 
 
@@ -65,6 +68,13 @@ class Metrics:
             ["replica", "outcome"],
             registry=r,
         )
+        self.shared = Histogram(
+            "whohas_long_prompt_shared_tokens",
+            "Of a prompt of 1,024 tokens or more, how many of the first ones some replica had. Mostly next to none: "
+            "something at the head of the prompts, a date or an id, differs each time",
+            buckets=_SHARED,
+            registry=r,
+        )
         self.error = Histogram(
             "whohas_prediction_error_tokens", "Promised less reported cached tokens", buckets=_ERRORS, registry=r
         )
@@ -88,9 +98,12 @@ class Metrics:
             registry=r,
         )
 
-    def decided(self, decision: Decision, seconds: float) -> None:
+    def decided(self, decision: Decision, asked: Asked, seconds: float) -> None:
         """`seconds` since the request arrived."""
         self.decision.observe(seconds)
+        if asked.num_tokens >= _LONG_TOKENS and asked.reusable and not asked.note:
+            shared = max(one.view.overlap_blocks for one in decision.candidates)
+            self.shared.observe(shared * asked.block_size)
         self.prompt_tokens.inc(decision.prompt_tokens)
         self.predicted.inc(decision.predicted_cached_tokens)
 

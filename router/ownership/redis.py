@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager
 from functools import lru_cache
 from hashlib import blake2b
 from importlib.resources import files
@@ -180,38 +179,38 @@ class RedisOwnershipMap:
         over all keys of the server, for an operator's check. What changes meanwhile may be seen or not."""
         cursor, start = 0, len(self._prefix) + 1
         while True:
-            async with self._bounded():
-                cursor, keys = await self._client.scan(self._prefix, cursor, self._prefix + b"b*")
-                values = await self._client.call(self._prefix, "MGET", *keys) if keys else []
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    cursor, keys = await self._client.scan(self._prefix, cursor, self._prefix + b"b*")
+                    values = await self._client.call(self._prefix, "MGET", *keys) if keys else []
+            except ERRORS as error:
+                raise await self._refusal(error) from error
             yield [(BlockHash(key[start:]), value) for key, value in zip(keys, values, strict=True) if value]
             if not cursor:
                 return
 
     async def _call(self, function: str, *args: Any) -> Any:
-        async with self._bounded(*args[:1]):
-            try:
-                return await self._fcall(function, args)
-            except ResponseError as error:
-                if "Function not found" not in str(error):
-                    raise
-                await self._load()  # a server restarted empty, or flushed, or another one of a cluster
-                return await self._fcall(function, args)
-
-    @asynccontextmanager
-    async def _bounded(self, member: object = "") -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(self._timeout_s):
-                yield
-        except OutOfMemoryError as error:
-            raise OwnershipFull(f"Redis: {advice(error)}") from error
-        except ReadOnlyError as error:
-            # The address may lead to the new primary by now; open connections stay with the old one.
-            await self._client.reconnect()
-            raise OwnershipUnavailable(f"Redis: {advice(error)}") from error
+                try:
+                    return await self._fcall(function, args)
+                except ResponseError as error:
+                    if "Function not found" not in str(error):
+                        raise
+                    await self._load()  # a server restarted empty, or flushed, or another one of a cluster
+                    return await self._fcall(function, args)
         except ERRORS as error:
             if str(error).startswith("FENCED"):
-                raise Fenced(str(member)) from None
-            raise OwnershipUnavailable(f"Redis: {advice(error)}") from error
+                raise Fenced(str(args[0])) from None
+            raise await self._refusal(error) from error
+
+    async def _refusal(self, error: BaseException) -> OwnershipFull | OwnershipUnavailable:
+        if isinstance(error, OutOfMemoryError):
+            return OwnershipFull(f"Redis: {advice(error)}")
+        if isinstance(error, ReadOnlyError):
+            # The address may lead to the new primary by now; open connections stay with the old one.
+            await self._client.reconnect()
+        return OwnershipUnavailable(f"Redis: {advice(error)}")
 
     async def _fcall(self, function: str, args: Sequence[Any]) -> Any:
         command = "FCALL_RO" if function in _READING else "FCALL"

@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any
 from unittest.mock import patch
 
+import uvloop
 from redis.asyncio import Redis
 
 import router.memo as memo_module
@@ -104,7 +105,8 @@ class Steps:
 
 
 def run(options: Options) -> list[Table]:
-    return asyncio.run(_run(options))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as Ray has it in its actors
+        return runner.run(_run(options))
 
 
 async def _run(options: Options) -> list[Table]:

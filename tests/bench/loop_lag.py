@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any
 
+import uvloop
+
 from router.config import RouterConfig
 from router.ownership import ReplicaRecord
 from router.ownership.redis import RedisOwnershipMap
@@ -46,7 +48,8 @@ class Figures:
 
 
 def run(options: Options) -> list[Table]:
-    return asyncio.run(_run(options.times(10, 3)))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as Ray has it in its actors
+        return runner.run(_run(options.times(10, 3)))
 
 
 async def _run(bursts: int) -> list[Table]:

@@ -1,4 +1,4 @@
-"""A conversation whose client names it: a tie-break, and no more."""
+"""Conversations: what their clients name is a tie-break, and what they have in common shows."""
 
 from __future__ import annotations
 
@@ -34,3 +34,24 @@ async def test_a_session_never_goes_before_what_is_held() -> None:
         for i in range(12):
             _, _, headers = await bench.post(body=prompt, headers={"x-session-id": f"s{i}"})
             assert headers["x-whohas-replica"] == holder
+
+
+async def test_h4_metrics_tell_prompts_that_part_at_their_head_from_those_that_share_it() -> None:
+    async with scripted_front(*[answer] * 4) as (bench, _):
+        manual = "the same long manual " * 400
+        for i in range(6):
+            await bench.post(body=chat(f"request {i} of this minute. {manual}"))
+        assert shared(bench, at_most=64) == 6
+        for i in range(6):
+            await bench.post(body=chat(f"{manual} request {i} of this minute."))
+        assert (shared(bench, at_most=64), shared(bench, at_most=1024)) == (7, 7)  # nobody had the first one
+        await bench.post(body=chat("short"))
+        assert shared(bench, at_most=65536) == 12
+
+
+def shared(bench: Bench, at_most: int) -> int:
+    """How many long prompts had so many leading tokens, or fewer, in common with what replicas had."""
+    found = bench.metrics.registry.get_sample_value(
+        "whohas_long_prompt_shared_tokens_bucket", {"le": str(float(at_most))}
+    )
+    return int(found or 0)
