@@ -107,10 +107,10 @@ class Membership:
         try:
             if self.lease is None:
                 self.lease = await self._map.join(self._name, record, self._lease_s)
-                await self._write(self.lease, writes)
-            else:  # claims first: who sees a replica busy must also see with what
-                await self._write(self.lease, writes)
-                await self._map.renew(self.lease, record, self._lease_s)
+                if writes:
+                    await self._renew(self.lease, record, writes)
+            else:
+                await self._renew(self.lease, record, writes)
             self._written += sum(len(write.added) for write in writes)
             if self._written > _JOURNAL_BLOCKS:
                 self.lease, self._written = None, 0
@@ -126,8 +126,9 @@ class Membership:
             return False
         return True
 
-    async def _write(self, lease: Lease, claims: Sequence[Write]) -> None:
+    async def _renew(self, lease: Lease, record: RouterRecord, claims: Sequence[Write]) -> None:
+        """Claims go first: who sees a replica busy must also see with what."""
         try:
-            await self._map.write(lease, claims)
+            await self._map.renew(lease, record, self._lease_s, claims)
         except OwnershipFull:  # others see less of what is claimed here; what is held still counts
             self.counters["claims_refused"] += 1

@@ -114,7 +114,8 @@ class OwnershipMap(Protocol):
 
     async def join(self, member: str, record: Record, lease_s: float) -> Lease: ...
 
-    async def renew(self, lease: Lease, record: Record, lease_s: float) -> None: ...
+    async def renew(self, lease: Lease, record: Record, lease_s: float, writes: Sequence[Write] = ()) -> None:
+        """`writes` are applied first, as `write` does; where that raises `OwnershipFull` all else is done."""
 
     async def leave(self, lease: Lease) -> None:
         """End the lease now. Never raises `Fenced`."""

@@ -35,8 +35,9 @@ class MemoryOwnershipMap:
         self._members[member] = _Member(lease, record, self._clock() + lease_s)
         return lease
 
-    async def renew(self, lease: Lease, record: Record, lease_s: float) -> None:
+    async def renew(self, lease: Lease, record: Record, lease_s: float, writes: Sequence[Write] = ()) -> None:
         member = self._current(lease)
+        self._apply(lease, writes)
         member.record = record
         member.expires_at = self._clock() + lease_s
 
@@ -47,12 +48,7 @@ class MemoryOwnershipMap:
 
     async def write(self, lease: Lease, writes: Sequence[Write]) -> None:
         self._current(lease)
-        for change in writes:
-            entry = (change.owner, _NO_CLAIMANT if change.owner == lease.slot else lease.slot)
-            for block in change.removed:
-                self._drop(block, entry)
-            for block in change.added:
-                self._holders.setdefault(block, set()).add(entry)
+        self._apply(lease, writes)
 
     async def look_up(self, hashes: Sequence[BlockHash]) -> Snapshot:
         now = self._clock()
@@ -90,6 +86,14 @@ class MemoryOwnershipMap:
         self._current(lease)
         entry = (lease.slot, _NO_CLAIMANT)
         return [block for block in hashes if entry not in self._holders.get(block, ())]
+
+    def _apply(self, lease: Lease, writes: Sequence[Write]) -> None:
+        for change in writes:
+            entry = (change.owner, _NO_CLAIMANT if change.owner == lease.slot else lease.slot)
+            for block in change.removed:
+                self._drop(block, entry)
+            for block in change.added:
+                self._holders.setdefault(block, set()).add(entry)
 
     def _current(self, lease: Lease) -> _Member:
         member = self._members.get(lease.member)

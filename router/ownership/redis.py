@@ -86,31 +86,35 @@ class RedisOwnershipMap:
         self._writes[member] = 0
         return Lease(member, kind, Slot(slot), int(epoch))
 
-    async def renew(self, lease: Lease, record: Record, lease_s: float) -> None:
-        info = msgspec.msgpack.encode(record)
-        kind, writes = _KINDS.index(lease.kind), self._writes.get(lease.member, 0)
-        await self._call("renew", lease.member, lease.epoch, kind, info, _milliseconds(lease_s), writes)
+    async def renew(self, lease: Lease, record: Record, lease_s: float, writes: Sequence[Write] = ()) -> None:
+        renewal = (_KINDS.index(lease.kind), msgspec.msgpack.encode(record), _milliseconds(lease_s))
+        await self._tell(lease, [*_parts(writes)] or [[]], renewal)
 
     async def leave(self, lease: Lease) -> None:
         await self._call("leave", lease.member, lease.epoch)
 
     async def write(self, lease: Lease, writes: Sequence[Write]) -> None:
+        await self._tell(lease, [*_parts(writes)])
+
+    async def _tell(self, lease: Lease, parts: Sequence[list[bytes]], renewal: Sequence[Any] = ()) -> None:
+        """`renewal`: kind, record and lease (ms), renewed by the last part's call."""
         refused = 0
-        for part in _parts(writes):
-            refused += await self._write_part(lease, part)
+        for part in parts:
+            refused += await self._tell_part(lease, part, renewal if part is parts[-1] else ())
         if refused:
             raise OwnershipFull(f"Redis: its memory is full, {refused} blocks were not added; raise maxmemory")
 
-    async def _write_part(self, lease: Lease, part: list[bytes]) -> int:
+    async def _tell_part(self, lease: Lease, part: list[bytes], renewal: Sequence[Any]) -> int:
         """How many blocks the server had no room for."""
-        number = self._writes.get(lease.member, 0) + 1
+        number = self._writes.get(lease.member, 0) + bool(part)
         added = sum(map(len, part[2::3])) // _HASH_BYTES
+        function = ("add_and_renew" if added else "renew") if renewal else ("add" if added else "remove")
         try:
-            await self._call("write" if added else "remove", lease.member, lease.epoch, number, *part)
+            await self._call(function, lease.member, lease.epoch, number, *renewal, *part)
         except OwnershipFull:
-            if any(part[1::3]):
-                part[2::3] = [b""] * (len(part) // 3)
-                await self._write_part(lease, part)
+            removals = [b"" if i % 3 == 2 else one for i, one in enumerate(part)] if any(part[1::3]) else []
+            if removals or renewal:
+                await self._tell_part(lease, removals, renewal)
             return added
         self._writes[lease.member] = number
         return 0

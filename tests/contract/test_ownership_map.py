@@ -106,6 +106,24 @@ async def test_a_claim_extends_the_overlap_but_not_what_is_owned(ownership: Swee
     assert await depths(ownership, hashes) == {"a": Match(10, 10)}
 
 
+async def test_a_renewal_takes_writes_along(ownership: SweepingMap) -> None:
+    owner = await joined(ownership, "a")
+    router = await ownership.join("router", RouterRecord(), LEASE_S)
+    hashes, busy = blocks(3000), RouterRecord({owner.slot: Load(1, 0, 48_000)})
+    await ownership.renew(router, busy, LEASE_S, [Write(owner.slot, added=hashes)])
+    snapshot = await ownership.look_up(hashes)
+    assert (snapshot.matches, snapshot.routers) == ({owner.slot: Match(0, 3000)}, {router.slot: busy})
+    await ownership.renew(router, RouterRecord(), LEASE_S)
+    await ownership.write(router, [Write(owner.slot, removed=hashes[2000:])])
+    await ownership.renew(router, RouterRecord(), LEASE_S, [Write(owner.slot, removed=hashes[7:2000])])
+    snapshot = await ownership.look_up(hashes)
+    assert (snapshot.matches, snapshot.routers) == ({owner.slot: Match(0, 7)}, {router.slot: RouterRecord()})
+    await ownership.join("router", RouterRecord(), LEASE_S)
+    with pytest.raises(Fenced):
+        await ownership.renew(router, busy, LEASE_S, [Write(owner.slot, added=hashes)])
+    assert await depths(ownership, hashes) == {}
+
+
 async def test_two_routers_claims_end_separately(ownership: SweepingMap) -> None:
     owner = await joined(ownership, "a")
     first, second = [await ownership.join(name, RouterRecord(), LEASE_S) for name in ("r1", "r2")]

@@ -35,10 +35,10 @@ class FailingMap(MemoryOwnershipMap):
         if self.down:
             raise OwnershipUnavailable("too late")
 
-    async def renew(self, lease: Lease, record: Record, lease_s: float) -> None:
+    async def renew(self, lease: Lease, record: Record, lease_s: float, writes: Sequence[Write] = ()) -> None:
         if self.down:
             raise OwnershipUnavailable("down")
-        await super().renew(lease, record, lease_s)
+        await super().renew(lease, record, lease_s, writes)
 
     async def join(self, member: str, record: Record, lease_s: float) -> Lease:
         if self.down:

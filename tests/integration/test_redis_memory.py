@@ -6,6 +6,10 @@ import asyncio
 
 import pytest
 
+from router.errors import OwnershipFull
+from router.ownership import Match, ReplicaRecord, RouterRecord, Write
+from router.ownership.redis import RedisOwnershipMap
+from router.types import Load
 from serve.cli.doctor import _redis as check_redis
 from serve.embedded_valkey import EmbeddedValkey
 from tests.integration.redis_fleet import fleet_on, ids_of, true, until
@@ -38,6 +42,25 @@ async def test_r5_a_full_server_keeps_what_it_has_and_takes_removals(fleet: str)
             await live.until_credit(900, 50, 50)
             await live.until_true()
             await until(lambda: true(collector.record.pending == 0))  # its journal may just be written anew
+
+
+async def test_r5_on_a_full_server_a_renewal_counts_and_claims_end_though_none_are_added(fleet: str) -> None:
+    with EmbeddedValkey() as server:
+        ownership = RedisOwnershipMap(server.url, fleet, timeout_s=30.0, look_up_timeout_s=30.0)
+        await ownership.connect()
+        owner = await ownership.join("a", ReplicaRecord("a", "m", 16), 60)
+        router = await ownership.join("router", RouterRecord(), 60)
+        hashes, busy = blocks_of(ids_of(1, 20)), RouterRecord({owner.slot: Load(1, 0, 320)})
+        await ownership.renew(router, RouterRecord(), 60, [Write(owner.slot, added=hashes[:10])])
+        admin(server, "CONFIG", "SET", "maxmemory", "1")
+        with pytest.raises(OwnershipFull, match="10 blocks were not added"):
+            await ownership.renew(router, busy, 60, [Write(owner.slot, added=hashes[10:], removed=hashes[5:10])])
+        found = await ownership.look_up(hashes)
+        assert (found.matches, found.routers) == ({owner.slot: Match(0, 5)}, {router.slot: busy})
+        await ownership.renew(router, RouterRecord(), 60, [Write(owner.slot, removed=hashes[:5])])
+        found = await ownership.look_up(hashes)
+        assert (found.matches, found.routers) == ({}, {router.slot: RouterRecord()})
+        await ownership.close()
 
 
 async def test_r5_a_chain_with_an_evicted_middle_is_found_and_made_whole(

@@ -108,9 +108,13 @@ class Both(RuleBasedStateMachine):
         self.run(self.redis.sweep(limit))
 
     def write(self, writer: str, owner: str, **blocks: list[BlockHash]) -> None:
+        """Replicas write, routers tell their claims with a renewal."""
         if writer in self.leases and owner in self.leases:
             for i, one in enumerate(self.both()):
-                self.run(one.write(self.leases[writer][i], [Write(self.leases[owner][i].slot, **blocks)]))
+                lease, writes = self.leases[writer][i], [Write(self.leases[owner][i].slot, **blocks)]
+                self.run(
+                    one.write(lease, writes) if writer in REPLICAS else one.renew(lease, RouterRecord(), 60, writes)
+                )
 
     @invariant()
     def same_answers(self) -> None:

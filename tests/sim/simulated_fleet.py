@@ -73,9 +73,11 @@ class _DistantMap(MemoryOwnershipMap):
         super().__init__(asyncio.get_running_loop().time)
         self._half_s = delay_s / 2
 
-    async def renew(self, lease: Lease, record: ReplicaRecord | RouterRecord, lease_s: float) -> None:
+    async def renew(
+        self, lease: Lease, record: ReplicaRecord | RouterRecord, lease_s: float, writes: Sequence[Write] = ()
+    ) -> None:
         await asyncio.sleep(self._half_s)
-        await super().renew(lease, record, lease_s)
+        await super().renew(lease, record, lease_s, writes)
         await asyncio.sleep(self._half_s)
 
     async def write(self, lease: Lease, writes: Sequence[Write]) -> None:

@@ -122,14 +122,6 @@ local function join(keys, args)
   return {slot, string.format('%d', epoch)}
 end
 
--- ARGV: member, epoch, kind, record, lease (ms), writes done so far.
-local function renew(keys, args)
-  local slot = slot_with(keys[1], args[1], args[2], args[6])
-  if not slot then return redis.error_reply('FENCED') end
-  put_member(keys[1], args[1], tonumber(args[2]), slot, args[3], args[4], args[5])
-  return redis.status_reply('OK')
-end
-
 -- ARGV: member, epoch.
 local function leave(keys, args)
   local slot = slot_of(keys[1], args[1], args[2])
@@ -137,16 +129,18 @@ local function leave(keys, args)
   return redis.status_reply('OK')
 end
 
--- ARGV: member, epoch, number of this write (from 1; the last one may be repeated), then for each change: owner slot
--- (2 bytes), hashes removed, hashes added.
-local function write(keys, args)
-  local p, sub, call = keys[1], string.sub, redis.call
+-- The member's slot after the changes from args[first] on, for each: owner slot (2 bytes), hashes removed, hashes added.
+-- args: member, epoch, number of this write (from 1; the last one may be repeated). Without a change: number of the last one.
+-- nil where the member is fenced.
+local function apply(p, args, first)
+  local sub, call = string.sub, redis.call
   local number = tonumber(args[3])
+  if #args < first then return slot_with(p, args[1], args[2], number) end
   local slot = slot_with(p, args[1], args[2], number - 1) or slot_with(p, args[1], args[2], number)
-  if not slot then return redis.error_reply('FENCED') end
+  if not slot then return nil end
   local own = slot_key(slot)
   call('HSET', p .. 'k', own, number)
-  for i = 4, #args, 3 do
+  for i = first, #args, 3 do
     local owner, removed, added = args[i], args[i + 1], args[i + 2]
     local entry = owner .. (owner == own and '\0\0' or own)
     for j = 1, #removed, HASH_BYTES do
@@ -157,6 +151,20 @@ local function write(keys, args)
     end
     if #added > 0 then call('RPUSH', p .. 'w' .. own, entry .. added) end
   end
+  return slot
+end
+
+-- ARGV: member, epoch, number, changes (see `apply`).
+local function write(keys, args)
+  if not apply(keys[1], args, 4) then return redis.error_reply('FENCED') end
+  return redis.status_reply('OK')
+end
+
+-- ARGV: member, epoch, number, kind, record, lease (ms), changes (see `apply`).
+local function renew(keys, args)
+  local slot = apply(keys[1], args, 7)
+  if not slot then return redis.error_reply('FENCED') end
+  put_member(keys[1], args[1], tonumber(args[2]), slot, args[4], args[5], args[6])
   return redis.status_reply('OK')
 end
 
@@ -280,4 +288,5 @@ always('sweep', sweep)
 reading('look_up', look_up)
 reading('members', members)
 reading('missing', missing)
-redis.register_function('@LIBRARY@_write', write)
+redis.register_function('@LIBRARY@_add', write)
+redis.register_function('@LIBRARY@_add_and_renew', renew)
