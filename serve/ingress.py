@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import Sequence
@@ -62,6 +63,9 @@ class Ingress:
         self._parts += [exposition, upstream]
         self._app = front if len(fleets) == 1 else ByModel(fronts, metrics, exposition, config.ingress)
         exposition.start()
+        # What is loaded by now stays: a full collection would look through all of it and stop everything for 40 ms.
+        gc.collect()
+        gc.freeze()
 
     def __serve_build_asgi_app__(self) -> Any:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:  # uvicorn takes objects for ASGI 2
