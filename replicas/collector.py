@@ -64,6 +64,7 @@ class Collector:
         self._told_block_size = False
         self.media = False  # may what stands before an image be relied on?
         self.doubt = ""  # why no router should rely on these blocks, whatever the events say
+        self._asleep = self._discarded = False
         self._doubted_at = float("-inf")
         self._doubted = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -101,17 +102,27 @@ class Collector:
     def record(self) -> ReplicaRecord:
         subscriber = self._subscriber
         in_doubt = self._writer.repairing or (subscriber is not None and subscriber.tracker.in_doubt)
+        doubt = self.doubt or "its engine is asleep" * self._asleep
         return replace(
             self._record,
             blocks=len(self._blocks),
             seq=-1 if subscriber is None else subscriber.seq,
-            trusted=not self.doubt and not in_doubt,
-            doubt=self.doubt,
+            trusted=not doubt and not in_doubt,
+            doubt=doubt,
+            asleep=self._asleep,
             pending=len(self._writer.pending),
             digest=self._blocks.digest,
             media=self.media,
             unused=self._unused(),
         )
+
+    def engine_sleeps(self, asleep: bool, *, discarded: bool) -> None:
+        """`discarded`: its blocks too. Its event says so only after it has woken."""
+        if discarded and not self._discarded:
+            self._start_anew()
+        if asleep != self._asleep:
+            logger.warning("%s: its engine %s", self._record.replica_id, "is asleep" if asleep else "has woken")
+        self._asleep, self._discarded = asleep, discarded
 
     def _unused(self) -> dict[str, int]:
         return {name: count for name, count in self.stats().items() if count and name.startswith(_UNUSED)}

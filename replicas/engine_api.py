@@ -14,6 +14,8 @@ _LOAD: dict[str, tuple[str, Callable[[list[float]], float]]] = {
     "num_running": ("vllm:num_requests_running", sum),
     "num_waiting": ("vllm:num_requests_waiting", sum),
     "kv_cache_usage": ("vllm:kv_cache_usage_perc", max),
+    "asleep": ("vllm:engine_sleep_state:awake", lambda awake: float(not all(awake))),
+    "discarded": ("vllm:engine_sleep_state:discarded", max),
 }
 _SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)", re.MULTILINE)
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
@@ -82,16 +84,23 @@ async def read_facts(url: str, headers: Mapping[str, str] | None = None) -> Engi
 
 
 async def read_load(url: str, dp_rank: int | None = None) -> dict[str, float]:
-    """`num_running`, `num_waiting` (requests), `kv_cache_usage` (0..1), as far as told, of all data-parallel ranks
-    together or of one. Raises OSError."""
+    """As far as told, of all data-parallel ranks together or of one: `num_running`, `num_waiting` (requests),
+    `kv_cache_usage` (0..1), and, 0 or 1, `asleep` and `discarded`, which an engine's blocks are at levels 1 and 2.
+    Raises OSError."""
     status, body = await get(f"{url}/metrics")
     if status != 200:
         raise ConnectionError(f"{url}/metrics answered {status}")
     values: dict[str, list[float]] = {}
     for sample in _SAMPLE.finditer(body.decode("utf-8", "replace")):
-        if dp_rank is None or dict(_LABEL.findall(sample["labels"] or "")).get("engine") == str(dp_rank):
-            values.setdefault(sample["name"], []).append(float(sample["value"]))
+        labels = dict(_LABEL.findall(sample["labels"] or ""))
+        if dp_rank is None or labels.get("engine") == str(dp_rank):
+            values.setdefault(sample["name"] + _state(labels), []).append(float(sample["value"]))
     return {name: total(values[metric]) for name, (metric, total) in _LOAD.items() if metric in values}
+
+
+def _state(labels: Mapping[str, str]) -> str:
+    state = labels.get("sleep_state")
+    return "" if state is None else ":awake" if state == "awake" else ":discarded"
 
 
 def _models(body: bytes) -> list[dict[str, object]]:

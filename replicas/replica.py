@@ -120,8 +120,10 @@ class Replica:
             raise EngineFailed(f"{self.url}/health answered {status}")
 
     async def load(self) -> dict[str, float]:
-        """`num_running`, `num_waiting` (requests) and `kv_cache_usage` (0..1) as the engine reports them."""
-        return await read_load(self.url, self._endpoints.dp_rank)
+        """As `read_load`. An engine that is found asleep gets neither credit nor requests until it is found awake."""
+        load = await read_load(self.url, self._endpoints.dp_rank)
+        self.collector.engine_sleeps(bool(load.get("asleep")), discarded=bool(load.get("discarded")))
+        return load
 
     async def stop(self, drain_timeout_s: float = 0.0) -> None:
         """Leave the map, let the engine finish what it runs for at most `drain_timeout_s`, and stop it."""

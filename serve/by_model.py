@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import parse_qsl
 
 from router.errors import InvalidRequest
 from serve.asgi import (
@@ -20,6 +21,7 @@ from serve.asgi import (
     send_whole,
 )
 from serve.config import IngressSection
+from serve.everywhere import CALLS, send_told, worst_of
 from serve.front import Exposition, Front, parsed
 from serve.metrics import EXPOSITION, Metrics
 from serve.models import MODELS_PATH
@@ -55,6 +57,8 @@ class ByModel:
                 await self._models(scope, send)
             elif path.startswith(f"{MODELS_PATH}/"):
                 await self._named(path.removeprefix(f"{MODELS_PATH}/"))(scope, receive, send)
+            elif (method, path) in CALLS:
+                await self._tell_all(scope, receive, send)
             elif method == "POST":
                 raw = await read_body(receive, self._limits.max_body_bytes, self._limits.idle_timeout_s)
                 await self._named(_model(scope, raw))(scope, _again(raw, receive), send)
@@ -77,6 +81,15 @@ class ByModel:
         status = next(status for status in _WORST_FIRST if any(one["status"] == status for one in told))
         ready = all(one["ready"] for one in told)
         return {"status": status, "ready": ready, "models": dict(zip(self._each.values(), told, strict=True))}
+
+    async def _tell_all(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """`?model=` says whose engines; otherwise those of all models."""
+        raw = await read_body(receive, self._limits.max_body_bytes, self._limits.idle_timeout_s)
+        name = dict(parse_qsl(scope["query_string"].decode("latin-1"))).get("model")
+        fronts = [self._named(name)] if name else self._each
+        told = await worst_of(front.tell_all(scope, raw) for front in fronts)
+        self._metrics.requests.labels(told.status).inc()
+        await send_told(send, told)
 
     async def _models(self, scope: Scope, send: Send) -> None:
         lists = await asyncio.gather(*(_cards(front, scope) for front in self._each))

@@ -139,9 +139,11 @@ class Dispatcher:
             raise HTTPError(503, "no replica is ready yet", "service_unavailable", retry_after_s=5) from error
 
     def usable(self, candidates: Sequence[ReplicaId], tried: Collection[ReplicaId] = ()) -> list[ReplicaId]:
-        """Those that aren't left out and that this request has not failed on; if there is none, the next best."""
+        """Awake, not left out, and none that this request has failed on; if there is none, the next best."""
         fresh = [one for one in candidates if one not in tried] or list(candidates)
-        return [one for one in fresh if (breaker := self._breakers.get(one)) is None or breaker.usable] or fresh
+        asleep = {record.replica_id for record in self._router.fleet.replicas.values() if record.asleep}
+        awake = [one for one in fresh if one not in asleep] or fresh
+        return [one for one in awake if (breaker := self._breakers.get(one)) is None or breaker.usable] or awake
 
     async def dispatch(
         self, scope: Scope, body: bytes, send: Send, asked: Asked, *, generates: bool, started: float

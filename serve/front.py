@@ -1,7 +1,8 @@
 """The HTTP front: admit, parse once, hand over to the dispatcher. Raw ASGI, without Ray.
 
-Every path of the engine's API is relayed as bytes; whohas answers itself only for `/health`, `/metrics`, `/explain` and
-the list of models. Cancelling a call is how its client's leaving is told.
+Every path of the engine's API is relayed as bytes, to one engine or, where it is about their caches, to all; whohas
+answers itself only for `/health`, `/metrics`, `/explain` and the list of models. Cancelling a call is how its client's
+leaving is told.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from router.types import Decision
 from serve.asgi import HTTPError, Receive, Scope, Send, path_of, read_body, send_error, send_json, send_whole
 from serve.config import IngressSection
 from serve.dispatch import Dispatcher, Fleet, Pick
+from serve.everywhere import CALLS, Told, send_told, tell_all
 from serve.metrics import EXPOSITION, FleetState, Metrics
 from serve.models import MODELS_PATH, merged_models
 from serve.relay import request_headers
@@ -98,6 +100,10 @@ class Front:
             await self._explain(scope, await self._body(receive), send)
         elif path == MODELS_PATH and method == "GET":
             await self._models(scope, send)
+        elif (method, path) in CALLS:
+            told = await self.tell_all(scope, await self._body(receive))
+            self._metrics.requests.labels(told.status).inc()
+            await send_told(send, told)
         elif path.startswith("/v1/") or path in GENERATION_PATHS or path in _ENGINE_PATHS:
             await self._serve(path, scope, await self._body(receive), send)
         else:
@@ -144,13 +150,22 @@ class Front:
         router = self._router
         return FleetState(router.fleet, router.trust(), bool(router.degraded), len(self._dispatcher.left_out))
 
+    async def tell_all(self, scope: Scope, body: bytes) -> Told:
+        """One of `CALLS`, to every engine. Raises HTTPError."""
+        await self._until_known()
+        return await tell_all(self._upstream, self._fleet.candidates(), scope, body, self._limits.total_timeout_s)
+
     async def models(self, scope: Scope) -> list[dict[str, Any]] | None:
         """The cards of `/v1/models`; None when no replica answers."""
-        if not self._fleet.candidates():
-            await self._dispatcher.pick(Pick(self._router, Asked(0), book=False))
+        await self._until_known()
         headers = [pair for pair in request_headers(scope["headers"]) if pair[0] != b"accept-encoding"]
         candidates, timeout_s = self._fleet.candidates(), self._limits.connect_timeout_s
         return await merged_models(self._upstream, candidates, headers, timeout_s)
+
+    async def _until_known(self) -> None:
+        """The replicas are known once a pick was asked for."""
+        if not self._fleet.candidates():
+            await self._dispatcher.pick(Pick(self._router, Asked(0), book=False))
 
     async def _anyone(self) -> bool:
         try:

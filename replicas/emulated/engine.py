@@ -72,17 +72,19 @@ class Engine:
         self.scheduler.abort(request)
 
     def sleep(self, level: int, *, keep_running: bool = False) -> None:
-        """Ends what runs, or interrupts it, empties the cache and computes nothing until it is woken.
+        """Ends what runs, or interrupts it, empties the cache from level 1 on and computes nothing until it is woken.
 
         What comes meanwhile is queued. As with vLLM the event that tells of the empty cache goes out with the first
         step after waking.
         """
         self.sleep_level = level
+        if not keep_running:
+            self._abort_all()
+        if level == 0:
+            return  # the step that runs is the last one
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None  # the step's tokens are lost with it
-        if not keep_running:
-            self._abort_all()
         self.scheduler.reset_prefix_cache(preempt_running=True)
 
     def wake_up(self) -> None:
@@ -144,5 +146,7 @@ class Engine:
             if request.state is State.FINISHED:
                 del self._sinks[request]
             on_token(request)
-        if not self.stopped and self.sleep_level is None:
+        if self.stopped or self.sleep_level is not None:
+            self._timer = None
+        else:
             self._begin(now)

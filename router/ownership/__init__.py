@@ -36,7 +36,8 @@ class ReplicaRecord:
     gets no credit. `digest` is that of the `blocks` it holds (see `BlockSet`); `pending` of them, or of those that it
     held, are still to be told. `unused` counts what its engine's events told that could not be used, by the collector's
     name for the reason; empty where all was. `media`: it was seen to cache what stands before an image as the router
-    computes it. `dp_rank`: it is one of several data-parallel ranks behind `url`.
+    computes it. `dp_rank`: it is one of several data-parallel ranks behind `url`. `asleep`: its engine computes nothing
+    until it is woken.
     """
 
     replica_id: str
@@ -52,6 +53,7 @@ class ReplicaRecord:
     unused: Mapping[str, int] = field(default_factory=dict)
     media: bool = False
     dp_rank: int | None = None
+    asleep: bool = False
 
 
 @dataclass(frozen=True, slots=True)

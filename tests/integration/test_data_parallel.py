@@ -72,7 +72,7 @@ async def test_each_rank_is_a_replica_with_its_own_blocks_and_passes_the_handsha
         await until_owned(ownership, range(64, 129), {"r1": 4})
         assert await ask(server.url, range(64, 129), 1) == 64
         assert await ask(server.url, range(64, 129), 0) == 0
-        assert set(await replicas[0].load()) == {"num_running", "num_waiting", "kv_cache_usage"}
+        assert set(await replicas[0].load()) >= {"num_running", "num_waiting", "kv_cache_usage"}
     finally:
         await asyncio.gather(*(one.stop() for one in replicas))
 

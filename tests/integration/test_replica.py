@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from replicas.config import EngineConfig
+from replicas.engine_api import post
 from replicas.process import EngineFailed
 from replicas.replica import Replica
 from router.errors import OwnershipUnavailable
@@ -101,7 +102,37 @@ async def test_a_replica_tells_where_it_is_and_what_it_is(replica: Replica) -> N
     assert record.url == replica.url
     assert (replica.facts.block_size, replica.facts.max_model_len) == (16, 4096)
     await replica.check_health()
-    assert await replica.load() == {"num_running": 0.0, "num_waiting": 0.0, "kv_cache_usage": 0.0}
+    idle = {"num_running": 0.0, "num_waiting": 0.0, "kv_cache_usage": 0.0, "asleep": 0.0, "discarded": 0.0}
+    assert await replica.load() == idle
+
+
+async def test_e6_an_engine_that_sleeps_has_no_credit_and_none_for_what_it_discarded_once_it_is_awake(
+    replica: Replica, ownership: MemoryOwnershipMap
+) -> None:
+    """Whoever put it to sleep: its event of the empty cache comes only with its first step after waking."""
+
+    async def call(path: str) -> None:
+        assert (await post(replica.url + path, {}))[0] == 200
+        await replica.load()
+
+    await asyncio.to_thread(complete, replica.url)
+    await until_owned(ownership, 10)
+    await call("/sleep?level=0")
+    assert (replica.record.asleep, replica.record.trusted, replica.record.doubt) == (
+        True,
+        False,
+        "its engine is asleep",
+    )
+    await call("/wake_up")
+    assert (replica.record.asleep, replica.record.trusted, replica.record.doubt) == (False, True, "")
+    assert replica.record.blocks == 10
+    await call("/sleep?level=1")
+    assert replica.record.blocks == 0
+    await until_owned(ownership, 0)
+    await call("/wake_up")
+    assert replica.record.trusted
+    await asyncio.to_thread(complete, replica.url)
+    await until_owned(ownership, 10)
 
 
 async def test_a_dead_engine_makes_the_replica_unhealthy(replica: Replica) -> None:

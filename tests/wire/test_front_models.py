@@ -93,3 +93,25 @@ async def test_models_health_and_metrics_are_those_of_all() -> None:
         async with http.post(url + CHAT, json=chat() | {"model": "other-model"}) as response:
             assert response.status == 503
             assert json.loads(await response.read())["error"]["type"] == "service_unavailable"
+
+
+async def test_a_reset_goes_to_the_engines_of_all_models_or_of_the_one_that_the_query_names() -> None:
+    async with two_models() as (url, _, second, engines, http):
+
+        def told() -> list[list[str]]:
+            targets = [[one.target for one in engine.exchanges] for engine in engines]
+            for engine in engines:
+                engine.exchanges.clear()
+            return targets
+
+        async with http.post(f"{url}/reset_prefix_cache") as response:
+            assert response.status == 200
+        assert told() == [["/reset_prefix_cache", "/v1/completions"]] * 2
+        async with http.post(f"{url}/reset_prefix_cache?model=other-model") as response:
+            assert response.status == 200
+        assert told() == [[], ["/reset_prefix_cache?model=other-model", "/v1/completions"]]
+        async with http.post(f"{url}/sleep?model=nope") as response:
+            assert response.status == 404
+        second.fleet.running = []
+        async with http.get(f"{url}/is_sleeping") as response:
+            assert (response.status, response.headers["retry-after"]) == (503, "5")

@@ -97,6 +97,23 @@ async def test_a_speed_of_nothing_is_refused() -> None:
 
 
 @pytest.mark.parametrize("keep", [False, True])
+async def test_an_engine_that_is_only_paused_keeps_its_cache(keep: bool) -> None:
+    where = engine(1e4)
+    await served(where, request(0, 40))
+    running = asyncio.create_task(served(where, one := request(1000, 400, num_output=50)))
+    await asyncio.sleep(0)
+    where.sleep(0, keep_running=keep)
+    queued = asyncio.create_task(served(where, request(0, 40)))
+    await asyncio.sleep(0.01)
+    assert (queued.done(), running.done()) == (False, not keep)
+    where.wake_up()
+    await queued
+    await running
+    assert one.state is (State.FINISHED if keep else State.ABORTED)
+    assert where.scheduler.stats.prefix_cache_hits > 0
+
+
+@pytest.mark.parametrize("keep", [False, True])
 async def test_a_sleeping_engine_computes_nothing_and_forgets_its_cache(keep: bool) -> None:
     published: list[list[KVEvent]] = []
     where = engine(1e4, published)
