@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,10 @@ def tiny(request: pytest.FixtureRequest) -> Path:
 def fleet(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("real")
     adapters = {name: tiny_adapter(folder / name, seed) for seed, name in enumerate(ADAPTERS)}
-    with real_fleet(folder, tiny, adapters=adapters) as live:
-        yield live
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_SERVER_DEV_MODE", "1")  # for what empties a cache
+        with real_fleet(folder, tiny, adapters=adapters) as live:
+            yield live
 
 
 def alive(pids: list[int]) -> list[str]:
@@ -128,6 +130,39 @@ def spoken(answer: dict[str, Any]) -> str:
         return str(answer["choices"][0]["message"]["content"])
     parts = answer["content"] if "content" in answer else answer["output"][-1]["content"]
     return "".join(part.get("text", "") for part in parts)
+
+
+def until(check: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not check():
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
+def test_e6_after_a_reset_of_idle_engines_nobody_is_credited_with_what_is_gone(fleet: Live, tiny: Path) -> None:
+    body = {"model": str(tiny), "prompt": list(range(10_000, 10_512)), "max_tokens": 1, "temperature": 0}
+
+    def held() -> int:
+        return max(one["owned_blocks"] for one in fleet.request("POST", "/explain", body).json["candidates"])
+
+    fleet.request("POST", "/v1/completions", body)
+    until(lambda: held() > 0)
+    until(lambda: fleet.request("POST", "/reset_prefix_cache").json == {"success": True})
+    until(lambda: held() == 0)
+    assert fleet.request("POST", "/v1/completions", body).cached == 0
+    until(lambda: held() > 0)
+
+
+def test_engines_that_are_paused_are_known_to_sleep_until_they_are_woken(fleet: Live) -> None:
+    # Not below level 0: offloading the weights takes a GPU.
+    assert fleet.request("POST", "/sleep?level=0").json == {"status": "sleeping", "level": 0}
+    try:
+        assert fleet.request("GET", "/is_sleeping").json == {"is_sleeping": True}
+        until(lambda: len(fleet.request("GET", "/health").json["doubts"]) == 2)
+    finally:
+        woken = fleet.request("POST", "/wake_up?tags=scheduling")
+    assert woken.json == {"status": "awake", "tags": ["scheduling"]}
+    until(lambda: all(fleet.request("GET", "/health").json["status"] == "ok" for _ in range(20)))
 
 
 def test_a_killed_engine_core_is_noticed_and_the_other_replica_serves_on(fleet: Live, tiny: Path) -> None:
