@@ -72,6 +72,10 @@ vllm:num_requests_running{engine="0"} 2.0
 vllm:num_requests_running{engine="1"} 1.0
 vllm:num_requests_waiting{engine="0"} 4
 vllm:kv_cache_usage_perc{engine="0"} 0.25
+vllm:engine_sleep_state{engine="0",sleep_state="awake"} 1.0
+vllm:engine_sleep_state{engine="0",sleep_state="discard_all"} 0.0
+vllm:engine_sleep_state{engine="1",sleep_state="awake"} 0.0
+vllm:engine_sleep_state{engine="1",sleep_state="discard_all"} 1.0
 '''}
 print("listening", flush=True)
 http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
@@ -231,7 +235,10 @@ async def test_facts_and_load_come_from_the_engine(tmp_path: Path) -> None:
     await process.wait_ready(url, timeout_s=DEADLINE_S)
     facts = await read_facts(url)
     assert (facts.block_size, facts.max_model_len, facts.num_blocks, facts.models) == (32, 4096, 65, ("m",))
-    assert await read_load(url) == {"num_running": 3.0, "num_waiting": 4.0, "kv_cache_usage": 0.25}
+    awake, asleep = {"asleep": 0.0, "discarded": 0.0}, {"asleep": 1.0, "discarded": 1.0}
+    assert await read_load(url) == {"num_running": 3.0, "num_waiting": 4.0, "kv_cache_usage": 0.25, **asleep}
+    assert await read_load(url, 0) == {"num_running": 2.0, "num_waiting": 4.0, "kv_cache_usage": 0.25, **awake}
+    assert await read_load(url, 1) == {"num_running": 1.0, **asleep}
     await process.stop()
     with pytest.raises(OSError, match=r"."):
         await get(f"{url}/health")
