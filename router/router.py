@@ -254,9 +254,17 @@ class Router:
             return ReplicaView(replica, load=load)
         match = asked.snapshot.matches.get(slot, Match())
         overlap = self._bookings.claimed_depth(slot, reusable, match.overlap)
+        load = replace(load, prefill_tokens=max(0, load.prefill_tokens - self._twice(asked, reusable, slot, match)))
         trust = self._trust.trust(slot)
         owned, overlap = self._trust.credit(slot, match.owned), self._trust.credit(slot, overlap)
         return ReplicaView(replica, owned, overlap, load, trust)
+
+    def _twice(self, asked: Asked, reusable: Sequence[BlockHash], slot: Slot, match: Match) -> int:
+        """Tokens of this prompt's beginning that are booked at `slot` more than once: routers that hadn't heard of each
+        other sent prompts there that share it, and the engine will compute it once."""
+        ends = [end for router, end in match.claimed.items() if self.lease is None or router != self.lease.slot]
+        ends.append(self._bookings.claimed_depth(slot, reusable, match.owned))
+        return (sum(end - match.owned for end in ends) - (max(ends) - match.owned)) * asked.block_size
 
     def _to_tell(self, everything: bool) -> tuple[RouterRecord, Sequence[Write]]:
         with self._lock:

@@ -81,10 +81,12 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Longest prefix of the asked chain at one replica, in blocks. `overlap` also counts live routers' claims."""
+    """Longest prefix of the asked chain at one replica, in blocks. `overlap` also counts live routers' claims;
+    `claimed`: how far the claims of each go, by router's slot, of those that go beyond `owned`."""
 
     owned: int = 0
     overlap: int = 0
+    claimed: Mapping[Slot, int] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from router.errors import Fenced
@@ -60,7 +60,7 @@ class MemoryOwnershipMap:
             owned = self._prefix(hashes, {(slot, _NO_CLAIMANT)})
             overlap = self._prefix(hashes, {(slot, _NO_CLAIMANT), *((slot, router) for router in routers)})
             if overlap and record.trusted:
-                matches[slot] = Match(owned, overlap)
+                matches[slot] = Match(owned, overlap, self._claimed(hashes[owned:overlap], slot, owned, routers))
         return Snapshot(replicas, routers, matches)
 
     async def sweep(self, max_blocks: int) -> int:
@@ -106,6 +106,16 @@ class MemoryOwnershipMap:
             if not entries & self._holders.get(block, set()):
                 return depth
         return len(hashes)
+
+    def _claimed(
+        self, hashes: Sequence[BlockHash], slot: Slot, depth: int, routers: Collection[Slot]
+    ) -> dict[Slot, int]:
+        claimed: dict[Slot, int] = {}
+        for end, block in enumerate(hashes, depth + 1):
+            for owner, claimant in self._holders[block]:
+                if owner == slot and claimant in routers:
+                    claimed[Slot(claimant)] = end
+        return claimed
 
     def _drop(self, block: BlockHash, entry: tuple[int, int]) -> None:
         entries = self._holders.get(block)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from functools import lru_cache
 from hashlib import blake2b
@@ -297,13 +298,20 @@ def _snapshot(now: float, members: Sequence[bytes], changes: Sequence[Any]) -> S
         deepest.update(dict.fromkeys(struct.unpack(f">{len(entries) // 4}I", entries), depth))
     owned: dict[int, int] = {}
     overlap: dict[int, int] = {}
+    claimed: defaultdict[int, dict[Slot, int]] = defaultdict(dict)
     for entry, depth in deepest.items():
         owner, claimant = entry >> 16, entry & 0xFFFF
         record_of_owner = replicas.get(Slot(owner))
         if record_of_owner is None or not record_of_owner.trusted or (claimant and claimant not in routers):
             continue
         overlap[owner] = max(depth, overlap.get(owner, 0))
-        if not claimant:
+        if claimant:
+            claimed[owner][Slot(claimant)] = depth
+        else:
             owned[owner] = depth
-    matches = {Slot(slot): Match(owned.get(slot, 0), depth) for slot, depth in overlap.items()}
+    matches = {}
+    for slot, depth in overlap.items():
+        held = owned.get(slot, 0)
+        beyond = {claimant: end for claimant, end in claimed[slot].items() if end > held}
+        matches[Slot(slot)] = Match(held, depth, beyond)
     return Snapshot(replicas, routers, matches)

@@ -124,6 +124,21 @@ async def test_a_renewal_takes_writes_along(ownership: SweepingMap) -> None:
     assert await depths(ownership, hashes) == {}
 
 
+async def test_each_routers_claims_are_told_apart_where_they_go_beyond_what_is_owned(
+    ownership: SweepingMap,
+) -> None:
+    owner, other = await joined(ownership, "a"), await joined(ownership, "b")
+    first, second = [await ownership.join(name, RouterRecord(), LEASE_S) for name in ("r1", "r2")]
+    hashes = blocks(300)
+    await ownership.write(first, [Write(owner.slot, added=hashes[:260]), Write(other.slot, added=hashes[:7])])
+    await ownership.write(second, [Write(owner.slot, added=hashes[:256])])
+    found = (await ownership.look_up(hashes)).matches
+    assert found[owner.slot].claimed == {first.slot: 260, second.slot: 256}
+    assert found[other.slot].claimed == {first.slot: 7}
+    await ownership.write(owner, [Write(owner.slot, added=hashes[:257])])
+    assert (await ownership.look_up(hashes)).matches[owner.slot].claimed == {first.slot: 260}
+
+
 async def test_two_routers_claims_end_separately(ownership: SweepingMap) -> None:
     owner = await joined(ownership, "a")
     first, second = [await ownership.join(name, RouterRecord(), LEASE_S) for name in ("r1", "r2")]

@@ -154,6 +154,24 @@ async def test_p4_a_burst_with_a_new_prefix_is_computed_on_at_most_two_replicas(
         await router.close()
 
 
+async def test_p4_what_two_routers_booked_unheard_of_each_other_is_awaited_once(
+    ownership: FlakyMap, clock: Clock
+) -> None:
+    await joined(ownership, *"abcd")
+    routers = [await started(ownership, clock, name) for name in ("one", "other")]
+    asked = [await router.look_up("/v1/completions", body(4097), 300) for router in routers]
+    for router, one in zip(routers, asked, strict=True):  # neither has heard of the other
+        router.place(one, REPLICAS[:1])
+    await settle()
+    for router in routers:
+        decision = (await router.route("/v1/completions", body(4100), 300, REPLICAS)).decision
+        assert (decision.replica_id, decision.predicted_cached_tokens) == ("a", 4096)
+        assert decision.candidates[0].view.load.prefill_tokens < 4200
+        await settle()
+    for router in routers:
+        await router.close()
+
+
 async def test_p3_prompts_below_one_block_reach_every_replica_and_are_charged(
     ownership: FlakyMap, clock: Clock
 ) -> None:
