@@ -23,6 +23,8 @@ from tests.integration.live import Answer, Live, whohas_up
 from tests.vllm.adapters import RANK
 
 CONTEXT = 4096
+_READING_S = 0.2
+"""Before a chat goes on: of the answer's own blocks only events tell, which on a busy machine come a moment later."""
 TOOL = {
     "type": "function",
     "function": {
@@ -130,6 +132,7 @@ class Traffic:
         return self._turn(kind, chat)
 
     def _grow(self, kind: str) -> Outcome:
+        time.sleep(_READING_S)
         return self._turn(kind, self._random.choice(self._chats)) if self._chats else self._open(kind)
 
     def _turn(self, kind: str, chat: dict[str, Any]) -> Outcome:
