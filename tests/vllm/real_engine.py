@@ -23,7 +23,7 @@ from tests.integration.live import Answer, Live, whohas_up
 from tests.vllm.adapters import RANK
 
 CONTEXT = 4096
-_READING_S = 0.2
+_READING_S = 0.5
 """Before a chat goes on: of the answer's own blocks only events tell, which on a busy machine come a moment later."""
 TOOL = {
     "type": "function",

@@ -83,8 +83,7 @@ def test_an_engine_of_two_workers_passes_the_handshake_and_is_gone_with_its_kill
 def test_what_is_predicted_is_what_vllm_reports(fleet: Live, tiny: Path) -> None:
     outcomes = Traffic(fleet, tiny, adapters=ADAPTERS).send(REQUESTS)
     wrong = [one for one in outcomes if one.predicted != one.cached]
-    assert all(one.predicted < one.cached for one in wrong), wrong  # an event may be late, a promise must be kept
-    assert len(wrong) <= REQUESTS // 20, wrong
+    assert len(wrong) <= REQUESTS // 100, wrong
     assert sum(one.cached for one in outcomes) > 0.4 * sum(one.prompt_tokens for one in outcomes)
     assert len({one.replica for one in outcomes}) == 2
     for what in ("with tools", "with a salt", "by an adapter"):
