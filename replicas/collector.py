@@ -138,8 +138,10 @@ class Collector:
 
     @property
     def in_sync(self) -> bool:
-        """Has everything that the engine told so far been written?"""
+        """Has everything that the engine told so far been written, and may it be relied on?"""
         subscriber = self._subscriber
+        if self._doubted.is_set():  # about to be forgotten, once the readers have stopped
+            return False
         heard = self._events is None or (subscriber is not None and subscriber.caught_up)
         return heard and self._writer.idle
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from replicas.collector import Collector
+from replicas.subscriber import Subscriber
 from router.ownership import RouterRecord
 from tests.integration.collector_source import (
     RECORD,
@@ -138,10 +141,16 @@ async def test_many_events_end_in_the_same_map(ownership: FailingMap, source: So
         assert [await owned(ownership, prompt(number, 20)) for number in (20, 25, 219)] == [1, 6, 20]
 
 
+class SlowToClose(Subscriber):
+    async def __aexit__(self, *exc: Any) -> None:
+        await asyncio.sleep(0.1)
+        await super().__aexit__(*exc)
+
+
 async def test_a_collector_that_a_router_doubts_starts_anew_once_and_tells_the_same_again(
     ownership: FailingMap, source: Source
 ) -> None:
-    async with collecting(ownership, source, lease_s=0.3) as collector:
+    async with collecting(ownership, source, lease_s=0.3, subscribe=SlowToClose) as collector:
         source.store(1)
         await until(lambda: collector.in_sync and collector.counters["batches"] == 1)
         before = collector.lease
