@@ -24,6 +24,8 @@ from serve.upstream import Upstream, UpstreamFailed
 
 _DONE: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("POST", "/reset_prefix_cache"): {"success": True},
+    ("POST", "/reset_mm_cache"): {},
+    ("POST", "/reset_encoder_cache"): {},
     ("POST", "/sleep"): {"status": "sleeping"},
     ("POST", "/wake_up"): {"status": "awake"},
     ("GET", "/is_sleeping"): {"is_sleeping": False},

@@ -110,6 +110,15 @@ async def test_sleep_makes_nobody_step_and_waking_does() -> None:
         assert (STEP in seen(engines[0]), STEP in seen(engines[1])) == (True, False)
 
 
+@pytest.mark.parametrize("path", ["/reset_mm_cache", "/reset_encoder_cache"])
+async def test_caches_that_hold_no_blocks_are_reset_everywhere_and_nobody_steps(path: str) -> None:
+    async with scripted_front(OLD, NO_DEV_MODE, OLD) as (bench, engines):
+        assert (await call(bench, path))[::2] == (404, "W1")
+        assert [seen(engine) for engine in engines] == [[("POST", path, None)]] * 3
+        engines[1].script = OLD
+        assert (await call(bench, path))[:2] == (200, b"")
+
+
 async def test_the_fleet_sleeps_while_any_engine_does() -> None:
     async with scripted_front(saying(b'{"is_sleeping": false}'), saying(b'{"is_sleeping": true}')) as (bench, engines):
         assert await call(bench, "/is_sleeping", "GET") == (200, b'{"is_sleeping": true}', "W1")
