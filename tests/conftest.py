@@ -7,8 +7,12 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from serve.embedded_valkey import EmbeddedValkey
+
+# The same examples in every run, and none of them against the clock. New ones: `pytest --hypothesis-profile=default`.
+settings.load_profile("ci")
 
 # A shell that starts the tests in the background has SIGINT ignored, and every process that they start inherits that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
