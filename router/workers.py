@@ -29,12 +29,12 @@ class Workers:
     def __init__(self, count: int = _COUNT) -> None:
         self._count = count
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="whohas-prompt")
+        self._met = Barrier(count)  # so that no thread does the work of two
 
     def start(self) -> None:
         sys.setswitchinterval(_SWITCH_S)
-        met = Barrier(self._count)  # so that no thread does the work of two
         for _ in range(self._count):
-            self._threads.submit(met.wait, _START_S)
+            self._threads.submit(self._met.wait, _START_S)
 
     async def run(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         context = copy_context()
@@ -43,3 +43,4 @@ class Workers:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._met.abort()  # a thread whose fellow never began would go on waiting for it

@@ -12,12 +12,24 @@ from router.workers import Workers
 
 
 async def test_the_threads_are_there_before_the_first_call_and_no_more_come() -> None:
+    others = set(threading.enumerate())  # of which some may end meanwhile
     workers = Workers(2)
     workers.start()
-    before = set(threading.enumerate())
+    there = set(threading.enumerate()) - others
+    assert len(there) == 2
     await asyncio.gather(*(workers.run(lambda: None) for _ in range(20)))
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) - others == there
     workers.close()
+
+
+def test_no_thread_waits_for_another_that_was_ended_before_it_began() -> None:
+    others = set(threading.enumerate())
+    workers = Workers(2)
+    workers._threads.submit(workers._met.wait, 600)
+    (waiting,) = set(threading.enumerate()) - others
+    workers.close()
+    waiting.join(60)
+    assert not waiting.is_alive()
 
 
 async def test_a_call_gets_its_arguments_and_context_and_its_error_comes_back() -> None:
