@@ -18,7 +18,7 @@ from router.errors import Fenced, OwnershipFull, OwnershipUnavailable
 from router.hashing import HashChain
 from router.ownership import Kind, Lease, Match, Member, Record, ReplicaRecord, RouterRecord, Snapshot, Write
 from router.ownership.client import ERRORS, advice, make_client, safe_url
-from router.tasks import end
+from router.tasks import TURNS, end, others_timeout
 from router.types import BlockHash, Slot
 
 _SCHEMA = 1
@@ -136,7 +136,7 @@ class RedisOwnershipMap:
         task = asyncio.ensure_future(call)
         try:
             await asyncio.wait({task}, timeout=timeout_s)
-            for _ in range(3):  # turns of the loop: sockets are read, then the waiting are woken
+            for _ in range(TURNS):
                 if not task.done():
                     await asyncio.sleep(0)
         except asyncio.CancelledError:
@@ -195,8 +195,9 @@ class RedisOwnershipMap:
                 return
 
     async def _call(self, function: str, *args: Any) -> Any:
+        longer_s = self._look_up_timeout_s if function == "look_up" else 0.0
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with others_timeout(max(self._timeout_s, longer_s)):
                 try:
                     return await self._fcall(function, args)
                 except ResponseError as error:
