@@ -91,7 +91,7 @@ def test_special_token_text_in_what_users_write_makes_no_difference(encoder: Pro
 def test_the_faster_tokenizer_takes_over_only_when_proven_and_gives_the_same_ids() -> None:
     tokenizer = load_model_files("builtin").tokenizer
     quick, plain = TextEncoder(tokenizer, fast=True), TextEncoder(tokenizer, fast=False)
-    quick.prover.join(120)
+    quick.prover.join(240)
     assert quick.backend == "fastokens", quick.why
     draw = random.Random(6)
     words = [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from itertools import islice, pairwise
 
 import pytest
@@ -13,6 +15,7 @@ from serve.loadgen.clock import Clock
 from serve.loadgen.drive import poisson
 from serve.loadgen.prompts import SharedPrompts, completion, token_ids
 from serve.loadgen.types import Call
+from tests.sim.virtual_time import run
 
 
 def prompts(workload: SharedPrompts, count: int) -> list[list[int]]:
@@ -77,11 +80,20 @@ def test_poisson_arrivals_are_seeded_and_end_with_their_calls() -> None:
 
 
 async def test_a_clock_runs_faster_than_the_wall() -> None:
+    before = time.perf_counter()
     clock = Clock(100.0)
     await clock.sleep_until(5.0)
-    assert 5.0 <= clock.now() < 50.0
+    assert 5.0 <= clock.now() <= 100.0 * (time.perf_counter() - before)
     with pytest.raises(ValueError, match="above 0"):
         Clock(0.0)
+
+
+def test_a_sleep_is_shorter_on_the_wall() -> None:
+    async def sleep() -> float:
+        await Clock(100.0).sleep(5.0)
+        return asyncio.get_running_loop().time()
+
+    assert run(sleep()) == pytest.approx(0.05)
 
 
 def test_the_bound_counts_leading_blocks_seen_before_and_leaves_the_last_token() -> None:
