@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from replicas.engine import quiet_port
+
 _HOST = "127.0.0.1"
 _POLL_S = 0.01
 _STOP_TIMEOUT_S = 5.0
@@ -59,7 +61,7 @@ class EmbeddedValkey:
         # Somebody may take a free port between our look and the server's bind.
         attempts = 1 if self._wanted_port else 3
         for attempt in range(1, attempts + 1):
-            self.port = self._wanted_port or _free_port()
+            self.port = self._wanted_port or quiet_port()  # not one that a client is given by chance
             try:
                 return self._start_once()
             except EmbeddedValkeyError:
@@ -152,12 +154,6 @@ def _die_with(parent: int) -> Callable[[], None] | None:
             os._exit(1)
 
     return set_death_signal
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind((_HOST, 0))
-        return int(s.getsockname()[1])
 
 
 def _answers(port: int, pid: int) -> bool:
