@@ -7,7 +7,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,8 +23,9 @@ from tests.integration.live import Answer, Live, whohas_up
 from tests.vllm.adapters import RANK
 
 CONTEXT = 4096
-_READING_S = 0.5
-"""Before a chat goes on: of the answer's own blocks only events tell, which on a busy machine come a moment later."""
+BLOCK = 32
+"""Tokens: vLLM's attention on the CPU wants so many."""
+WAIT_S = 120.0
 TOOL = {
     "type": "function",
     "function": {
@@ -65,8 +66,9 @@ def real_fleet(
         if adapters:
             modules = [f"{name}={path}" for name, path in adapters.items()]
             settings["args"] += ["--enable-lora", "--max-lora-rank", str(RANK), "--lora-modules", *modules]
-        # On a busy machine look-ups would miss their 20 ms, and nothing be predicted: no mistake of what is tested.
-        router = {"look_up_timeout_s": 1.0}
+        # On a busy machine look-ups would miss their 20 ms and leases lapse, and nothing be predicted: no mistake of
+        # what is tested.
+        router = {"look_up_timeout_s": 30.0, "lease_s": 15.0}
         with whohas_up(
             folder,
             model=str(model),
@@ -79,6 +81,26 @@ def real_fleet(
             yield fleet
     finally:
         live.START_S = patient
+
+
+def until(check: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not check():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def until_told(fleet: Live, replica: str, ids: Sequence[int], model: str, **fields: Any) -> None:
+    """Until the map has every block of `ids` at `replica`, by its engine's events; but for the last id, which an engine
+    that stops there never computes. `fields`: what else tells them apart."""
+    body = {"model": model, "prompt": list(ids), **fields}
+
+    def told() -> bool:
+        candidates = fleet.request("POST", "/explain", body).json["candidates"]
+        view = next((one for one in candidates if one["replica"] == replica), None)
+        return view is not None and view["owned_blocks"] == (len(ids) - 1) // BLOCK
+
+    until(told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +154,6 @@ class Traffic:
         return self._turn(kind, chat)
 
     def _grow(self, kind: str) -> Outcome:
-        time.sleep(_READING_S)
         return self._turn(kind, self._random.choice(self._chats)) if self._chats else self._open(kind)
 
     def _turn(self, kind: str, chat: dict[str, Any]) -> Outcome:
@@ -149,7 +170,11 @@ class Traffic:
             chat["messages"].append({"role": "user", "content": self._text(self._random.randrange(3, 40))})
         fields = {"tools": " with tools", "cache_salt": " with a salt", "model": " by an adapter"}
         kind += "".join(text for field, text in fields.items() if field in chat)
-        outcome, answer = self._ask(kind, "/v1/chat/completions", chat)
+        outcome, answer = self._ask(kind, "/v1/chat/completions", {**chat, "return_token_ids": True})
+        # The chat may go on at once: of the answer's own blocks only events tell, and those come when they come.
+        ids = [*answer.json["prompt_token_ids"], *answer.json["choices"][0]["token_ids"]]
+        apart = {field: chat[field] for field in ("cache_salt",) if field in chat}
+        until_told(self._fleet, answer.replica, ids, chat.get("model", self._model), **apart)
         if (text := answer.json["choices"][0]["message"]["content"]) is not None:
             chat["messages"].append({"role": "assistant", "content": text})
         return outcome

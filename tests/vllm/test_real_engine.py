@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,12 @@ from tests.integration.live import Live, command_of, descendants, state_of
 from tests.vllm.adapters import tiny_adapter
 from tests.vllm.media_model import tiny_idefics3
 from tests.vllm.models import tiny_llama
-from tests.vllm.real_engine import Traffic, real_fleet
+from tests.vllm.real_engine import BLOCK, WAIT_S, Traffic, real_fleet, until, until_told
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
 REQUESTS = 60
 ADAPTERS = ("adapter-a", "adapter-b")
-WAIT_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +95,9 @@ def test_p8_of_a_prompt_of_exactly_sixteen_cached_blocks_fifteen_are_promised_an
 ) -> None:
     # Of a few blocks only, the holder might be passed over: the other ingress may not know yet that its work is done.
     body = {"model": str(tiny), "prompt": list(range(20_000, 20_512)), "max_tokens": 1, "temperature": 0}
-    cold, warm = (fleet.request("POST", "/v1/completions", body) for _ in range(2))
+    cold = fleet.request("POST", "/v1/completions", body)
+    until_told(fleet, cold.replica, [*range(20_000, 20_512), 0], str(tiny))
+    warm = fleet.request("POST", "/v1/completions", body)
     assert (cold.predicted, cold.cached) == (0, 0)
     assert (warm.predicted, warm.cached) == (480, 480)
 
@@ -112,12 +113,14 @@ def test_ids_sent_along_with_a_chat_give_the_same_answer_and_the_same_blocks(fle
     }
     for path, fields in forms.items():
         body = {"model": str(tiny), **fields, "temperature": 0}
-        ids = encoder.hashed(path, body, 32).token_ids
+        ids = encoder.hashed(path, body, BLOCK).token_ids
         raw = json.dumps(body).encode()
-        plain, given = fleet.request("POST", path, raw), fleet.request("POST", path, with_token_ids(raw, ids))
+        plain = fleet.request("POST", path, raw)
+        until_told(fleet, plain.replica, list(memoryview(ids).cast("I")), str(tiny))
+        given = fleet.request("POST", path, with_token_ids(raw, ids))
         assert (plain.status, given.status) == (200, 200)
         assert spoken(plain.json) == spoken(given.json) != ""
-        assert cached(given.body) == given.predicted == (len(ids) // 4 - 1) // 32 * 32
+        assert cached(given.body) == given.predicted == (len(ids) // 4 - 1) // BLOCK * BLOCK
 
 
 def cached(body: bytes) -> int:
@@ -130,13 +133,6 @@ def spoken(answer: dict[str, Any]) -> str:
         return str(answer["choices"][0]["message"]["content"])
     parts = answer["content"] if "content" in answer else answer["output"][-1]["content"]
     return "".join(part.get("text", "") for part in parts)
-
-
-def until(check: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT_S
-    while not check():
-        assert time.monotonic() < end
-        time.sleep(0.2)
 
 
 def test_e6_after_a_reset_of_idle_engines_nobody_is_credited_with_what_is_gone(fleet: Live, tiny: Path) -> None:
