@@ -143,7 +143,7 @@ class Collector:
         if self._doubted.is_set():  # about to be forgotten, once the readers have stopped
             return False
         heard = self._events is None or (subscriber is not None and subscriber.caught_up)
-        return heard and self._writer.idle
+        return heard and self._writer.idle and self._writer.told_trusted == self.record.trusted
 
     def stats(self) -> dict[str, int]:
         """All counters: the collector's, `blocks_*` (see `BlockSet`) and `events_*` (see `Subscriber`)."""

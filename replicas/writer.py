@@ -53,13 +53,14 @@ class MapWriter:
         self.lease: Lease | None = None
         self.joined = asyncio.Event()  # set at the first join
         self.must_join = True
+        self.told_trusted = False  # by the record that the map has
         self.pending = Pending()
         self.counters = counters
         self._map, self._record, self._published, self._on_routers = ownership, record, published, on_routers
         self._lease_s, self._max_pending, self._retry_s, self._clock = lease_s, max_pending, retry_s, clock
         self._name = name
         self._audit = Audit(ownership, self.pending, counters, name)
-        self._writing = False
+        self._writing = False  # or joining
         self._dirty = False  # has this incarnation written anything?
         self._journal = 0  # blocks added by this incarnation since its journal was last turned
         self._turning = False
@@ -160,12 +161,16 @@ class MapWriter:
                     await self._wake.wait()
 
     async def _join(self) -> None:
-        self.must_join = False
+        self.must_join, self._writing = False, True
+        record = self._record()
         try:
-            self.lease = await self._map.join(self._name, self._record(), self._lease_s)
-        except OwnershipUnavailable:
+            self.lease = await self._map.join(self._name, record, self._lease_s)
+        except BaseException:  # also where it is stopped: the server may have carried it out
             self.must_join = True
             raise
+        finally:
+            self._writing = False
+        self.told_trusted = record.trusted
         self.counters["joins"] += 1
         self.joined.set()
         self._dirty = self._turning = False
@@ -178,7 +183,9 @@ class MapWriter:
 
     async def _renew(self, lease: Lease) -> None:
         # First the time: a renewal that fails is repeated by the retry, after its pause, not in between.
-        await self._map.renew(lease, self._record(), self._lease_s)
+        record = self._record()
+        await self._map.renew(lease, record, self._lease_s)
+        self.told_trusted = record.trusted
         self.counters["renewals"] += 1
         self._renew_at = self._clock() + self._lease_s / 3
         self._on_routers(lease.slot, list((await self._map.look_up(())).routers.values()))
