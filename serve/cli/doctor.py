@@ -203,7 +203,7 @@ def _redis(url: str) -> tuple[bool, list[Check]]:
 
 async def _reach(url: str) -> None:
     """Its functions can be loaded and called; nothing is left there but the functions."""
-    ownership = RedisOwnershipMap(url, "")
+    ownership = RedisOwnershipMap(url, "", timeout_s=5.0)
     try:
         await ownership.members()
     finally:

@@ -17,6 +17,8 @@ from router.prompt import PromptEncoder
 from router.types import BlockHash, Slot
 from serve.cli.preflight import DEMO_MODEL
 
+_PATIENCE_S = 10.0
+"""For each answer of the map: what a request wouldn't wait for is no fault of a replica's."""
 _RENEWAL_S = 2.0
 """A replica without KV events has heard of none by then; one with events has, by its own handshake."""
 
@@ -30,7 +32,7 @@ class Line:
 
 async def examine(redis: str, fleet: str, encoder: PromptEncoder | None, adapters: Sequence[str]) -> list[Line]:
     """Raises `OwnershipUnavailable`. Without an `encoder` the fleet's own model name must say where its files are."""
-    ownership = RedisOwnershipMap(redis, fleet, look_up_timeout_s=1.0)
+    ownership = RedisOwnershipMap(redis, fleet, _PATIENCE_S, _PATIENCE_S)
     try:
         living = await _living(ownership)
         if any(record.seq < 0 for _, record in living):  # it may have joined just now: let it renew

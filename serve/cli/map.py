@@ -19,6 +19,8 @@ from serve.cli import state
 from serve.cli.map_check import Result, check
 from serve.config import DEFAULT_REDIS
 
+_PATIENCE_S = 10.0  # whoever types a command waits for a busy server, as no request would
+
 
 @click.command("map")
 @click.option("--redis", "url", help="Redis URL.  [default: $WHOHAS_REDIS, the running `whohas up`, or 127.0.0.1:6379]")
@@ -52,7 +54,7 @@ def map_command(url: str | None, fleet: str | None, checks: bool, as_json: bool)
 async def _check(redis: str, fleet: str | None) -> dict[str, Result]:
     results = {}
     for name in [fleet] if fleet else await fleets(redis):
-        ownership = RedisOwnershipMap(redis, name, timeout_s=10.0)
+        ownership = RedisOwnershipMap(redis, name, timeout_s=_PATIENCE_S)
         try:
             await ownership.connect()
             results[name] = await check(ownership)
@@ -76,7 +78,7 @@ def _show_check(results: dict[str, Result], as_json: bool) -> None:
 async def _read(redis: str, fleet: str | None) -> dict[str, list[Member]]:
     found = {}
     for name in [fleet] if fleet else await fleets(redis):
-        ownership = RedisOwnershipMap(redis, name)
+        ownership = RedisOwnershipMap(redis, name, timeout_s=_PATIENCE_S)
         try:
             await ownership.connect()
             found[name] = await ownership.members()
