@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.wire.front_bench import CHAT, chat, scripted_front
+from tests.wire.front_bench import CHAT, PATIENCE_S, chat, scripted_front
 from tests.wire.scripted_engine import DONE, Exchange, answer, event, healthy_but, usage
 
 STREAM = chat(stream=True)
@@ -258,7 +258,8 @@ async def test_what_is_no_http_is_a_502() -> None:
         assert "OpenSSH" not in body.decode()
 
 
-async def test_a_kept_connection_that_the_engine_closed_costs_nothing() -> None:
+async def test_a_kept_connection_that_the_engine_closed_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve.upstream._STALE_S", PATIENCE_S)  # it breaks at once, but this process may be late to see
     async with scripted_front(answer) as (bench, (engine,)):
         for i in range(3):
             assert (await bench.post())[0] == 200

@@ -48,16 +48,16 @@ async def leave(bench: Bench, stage: str) -> None:
 
 
 async def leave_before_headers(bench: Bench, engine: ScriptedEngine | None) -> None:
-    body = json.dumps(STREAM).encode()
+    """One client that goes away once its request is at the engine; or, without one, at the front."""
+
+    def arrived() -> float:
+        return len(engine.generations) if engine is not None else bench.in_flight + bench.count("gone")
+
+    body, before = json.dumps(STREAM).encode(), arrived()
     port = urlsplit(bench.url).port
     _, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
-    if engine is not None:
-        before = len(engine.generations)
-        await until(lambda: len(engine.generations) > before)
-    else:
-        before_ = bench.in_flight
-        await until(lambda: bench.in_flight > before_ or bench.count("gone") > 0)
+    await until(lambda: arrived() > before)
     writer.transport.abort()
 
 
@@ -135,7 +135,7 @@ async def test_l3_twenty_400s_leave_every_replica_in_use() -> None:
 async def test_l4_a_hung_replica_holds_up_nobody_else() -> None:
     async with scripted_front(healthy_but(for_ever), answer) as (bench, engines):
         hung = [asyncio.create_task(bench.post(body=chat(f"{i} words " * 2000))) for i in range(2)]
-        await until(lambda: engines[0].running == 1)
+        await until(lambda: engines[0].running == 1 and any(one.done() for one in hung))
         for _ in range(20):  # the one that waits is load, and so the others go elsewhere
             status, _, headers = await bench.post()
             assert (status, headers["x-whohas-replica"]) == (200, "W1")

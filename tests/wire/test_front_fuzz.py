@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.wire.emulated_fleet import emulated_front
-from tests.wire.front_bench import MODEL, chat, scripted_front
+from tests.wire.front_bench import MODEL, PATIENCE_S, chat, scripted_front
 from tests.wire.scripted_engine import answer
 
 DOCUMENT = json.loads((Path(__file__).parents[1] / "fixtures" / "vllm" / "openapi.json").read_text())
@@ -52,7 +52,7 @@ async def test_requests_after_vllms_own_openapi_document_give_no_5xx(path: str, 
         def ask(case: Any) -> None:
             if isinstance(case.body, dict):  # let it get as far as it can: an unknown model is refused at once
                 case.body["model"] = MODEL
-            answered = case.call(base_url=bench.url)
+            answered = case.call(base_url=bench.url, timeout=PATIENCE_S)
             assert answered.status_code < 500, answered.text
 
         await asyncio.to_thread(ask)
@@ -84,7 +84,7 @@ async def test_bodies_that_are_almost_right_give_no_5xx(path: str) -> None:
         @given(ALMOST)
         def ask(body: Any) -> None:
             raw = json.dumps(body).encode()
-            answered = http.post(bench.url + path, data=raw, timeout=60)
+            answered = http.post(bench.url + path, data=raw, timeout=PATIENCE_S)
             assert answered.status_code < 500, (raw, answered.text)
 
         await asyncio.to_thread(ask)
@@ -117,7 +117,7 @@ async def test_bodies_that_are_nothing_at_all_and_odd_headers_give_no_5xx() -> N
         )
         def ask(body: bytes, headers: list[tuple[bytes, bytes]], path: str) -> None:
             kept = [pair for pair in headers if pair[0].lower() not in reserved]
-            status = asyncio.run_coroutine_threadsafe(exchange(body, kept, path), loop).result(60)
+            status = asyncio.run_coroutine_threadsafe(exchange(body, kept, path), loop).result(PATIENCE_S)
             assert status.startswith((b"HTTP/1.1 2", b"HTTP/1.1 4")), (status, body, kept)
 
         await asyncio.to_thread(ask)
