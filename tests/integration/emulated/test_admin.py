@@ -94,14 +94,21 @@ async def test_load_counts_what_is_being_answered(http: aiohttp.ClientSession, s
         async with http.get(server.url + "/load") as response:
             return await response.json()
 
-    assert await load() == {"server_load": 0}
-    body = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}
-    async with http.post(server.url + "/v1/completions", json=body) as response:
-        await response.content.readline()
-        assert await load() == {"server_load": 1}
-        response.close()
-    while await load() != {"server_load": 0}:
-        await asyncio.sleep(0.02)
+    async def until_load_is(count: int) -> None:
+        while await load() != {"server_load": count}:
+            await asyncio.sleep(0.02)
+
+    await until_load_is(0)
+    await post(http, server, "/sleep?level=0", {})  # what comes now is in hand until it wakes, or its client leaves
+    try:
+        answered, left = (asyncio.create_task(complete(http, server, "x")) for _ in range(2))
+        await until_load_is(2)
+        left.cancel()
+        await until_load_is(1)
+    finally:
+        await post(http, server, "/wake_up", {})
+    await answered
+    await until_load_is(0)
 
 
 async def test_adapters_can_be_loaded_and_unloaded(http: aiohttp.ClientSession, server: Server) -> None:

@@ -90,7 +90,8 @@ async def test_clients_that_leave_before_any_answer_are_aborted_running_and_queu
     http: aiohttp.ClientSession, slow_server: Server, streaming: bool
 ) -> None:
     aborted = await metric(http, slow_server, "request_success_total")
-    body = {"prompt": [7100] * 20_000, "stream": streaming}
+    # A prompt of its own, and a long answer: the second one waits for as long as it takes to see that.
+    body = {"prompt": [7100 + streaming] * 20_000, "max_tokens": 10_000, "ignore_eos": True, "stream": streaming}
     tasks = [asyncio.create_task(complete(http, slow_server, **body)) for _ in range(2)]
     await wait_for(http, slow_server, "num_requests_waiting", 1.0)
     for task in tasks:
@@ -105,7 +106,8 @@ async def test_sigterm_ends_streams_without_a_done_and_the_process_with_0(http: 
         body = {"prompt": [1] * 30, "max_tokens": 32_000, "ignore_eos": True, "stream": True}
         async with http.post(server.url + "/v1/completions", json=body) as response:
             await response.content.readline()
-            queued = asyncio.create_task(error(http, server, "/v1/completions", {"prompt": [2] * 30_000}))
+            long = {"prompt": [2] * 30_000, "max_tokens": 2_000, "ignore_eos": True}
+            queued = asyncio.create_task(error(http, server, "/v1/completions", long))
             await wait_for(http, server, "num_requests_running", 2.0)
             server.process.terminate()
             rest = await response.text()
