@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ import yaml
 from replicas.engine import quiet_port
 
 MODEL = "test-model"
-START_S, STOP_S = 180.0, 60.0
+START_S, STOP_S, GONE_S, PATIENCE_S = 180.0, 120.0, 30.0, 90.0
 WHOHAS = str(Path(sys.executable).with_name("whohas"))
 
 
@@ -70,9 +70,28 @@ class Live:
                 return _answer(error.code, error)
 
     def chat(self, *contents: str, **fields: Any) -> Answer:
-        roles = ["system", *(["user", "assistant"] * len(contents))] if len(contents) > 1 else ["user"]
-        messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
-        return self.request("POST", "/v1/chat/completions", {"model": MODEL, "messages": messages, **fields})
+        return self.request("POST", "/v1/chat/completions", {**chat_body(*contents), **fields})
+
+    def owned_blocks(self, body: dict[str, Any]) -> int:
+        """What any replica is said to hold of a prompt, by its engine's events. Nothing is sent to an engine, so that
+        none has a reason to step."""
+        candidates = self.request("POST", "/explain", body).json["candidates"]
+        return max(int(one["owned_blocks"]) for one in candidates)
+
+
+def chat_body(*contents: str) -> dict[str, Any]:
+    """Of several contents the first one is the system prompt."""
+    roles = ["system", *(["user", "assistant"] * len(contents))] if len(contents) > 1 else ["user"]
+    messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+    return {"model": MODEL, "messages": messages}
+
+
+def until(check: Callable[[], Any]) -> None:
+    """What happens at some time, however slow the machine."""
+    end = time.monotonic() + PATIENCE_S
+    while not check():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.1)
 
 
 def _answer(status: int, response: Any) -> Answer:
@@ -107,14 +126,13 @@ def whohas_up(folder: Path, *options: str, **args: Any) -> Iterator[Live]:
     )
     try:
         live = Live(f"http://127.0.0.1:{port}", _wait_ready(process, folder), process)
-        before = descendants(process.pid)
+        before = {pid: born(pid) for pid in descendants(process.pid)}
         yield live
         interrupt(process)
-        leftover = [pid for pid in before if state_of(pid) not in ("", "Z")]
-        assert not leftover, f"left behind: {[command_of(pid) for pid in leftover]}"
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("0.0.0.0", port))
+        end = time.monotonic() + GONE_S  # a process that was killed may have to wait for its turn to end
+        while left := [*_still_there(before), *_still_listening(port)]:
+            assert time.monotonic() < end, f"left behind: {left}"
+            time.sleep(0.1)
     finally:
         if process.poll() is None:
             process.kill()
@@ -122,6 +140,21 @@ def whohas_up(folder: Path, *options: str, **args: Any) -> Iterator[Live]:
         if process.stdout:
             process.stdout.close()
         log.close()
+
+
+def _still_there(births: Mapping[int, str]) -> list[str]:
+    """Command lines."""
+    return [command_of(pid) for pid, birth in births.items() if state_of(pid) not in ("", "Z") and born(pid) == birth]
+
+
+def _still_listening(port: int) -> list[str]:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("0.0.0.0", port))
+        except OSError as error:
+            return [f"port {port}: {error}"]
+    return []
 
 
 def interrupt(process: subprocess.Popen[str]) -> None:
@@ -141,8 +174,18 @@ def _wait_ready(process: subprocess.Popen[str], folder: Path) -> str:
 
 def state_of(pid: int) -> str:
     """As in `ps`; empty where the process has gone, which any may do while one looks."""
+    return _stat(pid, 0)
+
+
+def born(pid: int) -> str:
+    """When it was started: by the end of a long run its number may be that of another process, or thread."""
+    return _stat(pid, 19)
+
+
+def _stat(pid: int, field: int) -> str:
+    """By number from the state on."""
     fields = _of(Path(f"/proc/{pid}/stat")).decode().rpartition(")")[2].split()
-    return fields[0] if fields else ""
+    return fields[field] if fields else ""
 
 
 def command_of(pid: int, length: int = 120) -> str:

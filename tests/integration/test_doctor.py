@@ -116,8 +116,9 @@ CONFIG = EngineConfig(model=MODEL, tokenizer="builtin", speed=100.0, num_blocks=
 
 
 async def test_block_sizes_that_differ_are_wrong(valkey_url: str, fleet: str) -> None:
+    encoder = PromptEncoder.load(MODEL, "builtin")  # first: meanwhile no lease would be renewed
     async with fleet_of(valkey_url, fleet, CONFIG, replace(CONFIG, block_size=32)):
-        lines = await fleet_check.examine(valkey_url, fleet, PromptEncoder.load(MODEL, "builtin"), ())
+        lines = await fleet_check.examine(valkey_url, fleet, encoder, ())
     assert [line.wrong for line in lines] == [True, False, False]
     assert "16: r0; 32: r1" in lines[0].text
 

@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 import threading
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
-from tests.integration.live import MODEL, Answer, Live
+from tests.integration.live import MODEL, PATIENCE_S, Answer, Live, until
 
 pytestmark = pytest.mark.integration
-
-PATIENCE_S = 90.0
-
-
-def until(check: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not check():
-        assert time.monotonic() < end
-        time.sleep(0.1)
 
 
 def body() -> dict[str, object]:
     """A prompt of about 3,000 tokens that nobody has seen."""
     return {"model": MODEL, "prompt": f"{uuid.uuid4().hex} is who you are. " * 100, "max_tokens": 1}
-
-
-def predicted(live: Live, prompt: dict[str, object]) -> int:
-    """What any replica is said to hold of it; nothing is sent, so that no engine has a reason to step."""
-    candidates = live.request("POST", "/explain", prompt).json["candidates"]
-    return max(int(one["owned_blocks"]) for one in candidates)
 
 
 def reset(live: Live) -> None:
@@ -43,9 +27,9 @@ def reset(live: Live) -> None:
 def test_e6_after_a_reset_of_idle_engines_nobody_is_credited_with_what_is_gone(live: Live) -> None:
     prompts = [body() for _ in range(8)]  # more than there are replicas
     assert len({live.request("POST", "/v1/completions", one).replica for one in prompts}) > 1
-    until(lambda: all(predicted(live, one) > 0 for one in prompts))
+    until(lambda: all(live.owned_blocks(one) > 0 for one in prompts))
     reset(live)
-    until(lambda: not any(predicted(live, one) for one in prompts))
+    until(lambda: not any(live.owned_blocks(one) for one in prompts))
     again = live.request("POST", "/v1/completions", prompts[0])
     assert (again.status, again.cached) == (200, 0)
 
@@ -65,12 +49,12 @@ def asleep(live: Live) -> Iterator[None]:
 def test_e6_a_fleet_that_sleeps_holds_nothing_and_answers_what_came_meanwhile_when_it_wakes(live: Live) -> None:
     prompt, answers = body(), list[Answer]()
     live.request("POST", "/v1/completions", prompt)
-    until(lambda: predicted(live, prompt) > 0)
+    until(lambda: live.owned_blocks(prompt) > 0)
     meanwhile = threading.Thread(target=lambda: answers.append(live.request("POST", "/v1/completions", prompt)))
     with asleep(live):
         assert live.request("GET", "/is_sleeping").json == {"is_sleeping": True}
         until(lambda: len(live.request("GET", "/health").json["doubts"]) == 4)
-        until(lambda: predicted(live, prompt) == 0)
+        until(lambda: live.owned_blocks(prompt) == 0)
         meanwhile.start()
     meanwhile.join(PATIENCE_S)
     assert [(one.status, one.cached) for one in answers] == [(200, 0)]
