@@ -48,13 +48,12 @@ def bound(conversations: list[Session]) -> float:
     return infinite_cache_hit_rate(calls, PromptEncoder.load(MODEL, "builtin"), BLOCK_SIZE)
 
 
-def app(policy: str, speed: float) -> dict[str, Any]:
-    """Settings of the application under test."""
+def app(policy: str, speed: float, **router: Any) -> dict[str, Any]:
+    """Settings of the application under test; `router`: others than the defaults."""
     return {
         "engine": {"kind": "emulated", "num_blocks": NUM_BLOCKS, "speed": speed},
         "replicas": REPLICAS,
-        # Look-ups have 20 ms; where engines, routers and load share two cores, that would cut many of them short.
-        "router": {"policy": policy},
+        "router": {"policy": policy, **router},
         "drain_s": 1.0,
     }
 

@@ -26,7 +26,8 @@ EARLIER = 8.0
 
 
 def replayed(policy: str, conversations: list[Session]) -> Summary:
-    with whohas_up(tau_sessions.app(policy, SPEED)) as url:
+    # What is decided, on machines of any speed: no look-up may be cut short.
+    with whohas_up(tau_sessions.app(policy, SPEED, look_up_timeout_s=2.0)) as url:
         measured = run_loop(tau_sessions.replay(url, conversations, SPEED))
     assert measured.stopped is None
     assert len(measured.outcomes) == sum(len(one.turns) for one in conversations)
