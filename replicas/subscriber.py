@@ -67,6 +67,7 @@ class Subscriber:
         self._monitor: zmq.Socket[bytes] | None = None
         self._dealer: zmq.Socket[bytes] | None = None
         self._connections = 0
+        self._arrived: list[bytes] | None = None  # a live message that was received and not looked at yet
         self._quiet_since = self._answer_since = clock()
 
     @property
@@ -150,6 +151,8 @@ class Subscriber:
 
     def _receive_any(self, sub: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> Sequence[Step] | None:
         """Steps for the next message of any socket; None where there is none."""
+        if self._arrived is None:  # before the monitor is asked: no message may overtake the news of its own connection
+            self._arrived = _receive(sub)
         try:
             recv_monitor_message(monitor, zmq.NOBLOCK)
         except zmq.Again:
@@ -163,10 +166,11 @@ class Subscriber:
         if self._dealer is not None and (frames := _receive(self._dealer)) is not None:
             self._answer_since = self._clock()
             return self._on_replayed(frames)
-        if (frames := _receive(sub)) is not None:
-            self._quiet_since = self._clock()
-            return self._on_live(frames)
-        return None
+        live, self._arrived = self._arrived, None
+        if live is None:
+            return None
+        self._quiet_since = self._clock()
+        return self._on_live(live)
 
     def _on_live(self, frames: Sequence[bytes]) -> Sequence[Step]:
         if len(frames) < 2 or len(frames[-2]) != _SEQ_BYTES:
@@ -207,6 +211,8 @@ class Subscriber:
             yield from self._perform(self.tracker.probe())
 
     def _wait_ms(self) -> int:
+        if self._arrived is not None:
+            return 0
         since, limit = (
             (self._answer_since, self._replay_timeout_s)
             if self.tracker.replaying

@@ -27,6 +27,7 @@ class Publisher:
     ) -> None:
         self._context = zmq.asyncio.Context()
         self._pub = self._context.socket(zmq.XPUB)
+        self._pub.setsockopt(zmq.XPUB_VERBOSE, 1)  # tell of every subscriber, also while one that has gone still counts
         self._pub.bind(events)
         self._with_topic, self.silent = with_topic, silent
         self.questions: list[int] = []
@@ -59,9 +60,9 @@ class Publisher:
 
     async def answer_again(self, upto: int) -> None:
         """Answer the last question with what the buffer has up to this number."""
-        topic = [b"kv-events"] if self._with_topic else []
+        topic, start = [b"kv-events"] if self._with_topic else [], self.questions[-1]
         for seq, payload in self.buffer:
-            if self.questions[-1] <= seq <= upto:
+            if start <= seq <= upto:
                 await self._router.send_multipart([self._client, b"", *topic, seq.to_bytes(8, "big"), payload])
         await self._router.send_multipart([self._client, b"", *topic, END, b""])
 

@@ -129,8 +129,8 @@ async def test_e6_a_cleared_engine_scores_nowhere_and_others_are_untouched(world
     await world.until_held(ids, {"W1": 2})
     slot = world.collectors["W1"].lease
     assert slot is not None
-    entries = [entry async for part in world.ownership.holdings() for _, entry in part]
-    assert entries == [slot.slot.to_bytes(2) + b"\0\0"] * 2
+    entries = {block: entry async for part in world.ownership.holdings() for block, entry in part}
+    assert entries == dict.fromkeys(blocks_of(ids), slot.slot.to_bytes(2) + b"\0\0")
 
 
 async def test_e7_a_block_stored_twice_needs_two_removals(world: World) -> None:

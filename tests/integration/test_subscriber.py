@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 from uuid import uuid4
 
 import pytest
+import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from replicas.events import BlockRemoved
 from replicas.sequence import Lost, Restarted
-from replicas.subscriber import Batch, Item, Subscriber
+from replicas.subscriber import Batch, Item, Subscriber, _receive
 from tests.event_publisher import Publisher, batch
 
 pytestmark = pytest.mark.integration
 
-DEADLINE_S = 20
+DEADLINE_S = 60
 
 
 @pytest.fixture
@@ -39,19 +42,17 @@ def seqs(items: list[Item]) -> list[int]:
 @pytest.mark.parametrize("with_topic", [True, False])
 async def test_lost_messages_are_replayed_in_order(endpoints: tuple[str, str], with_topic: bool) -> None:
     publisher = Publisher(*endpoints, with_topic=with_topic)
-    async with Subscriber(*endpoints, probe_s=60) as items:
+    async with Subscriber(*endpoints, replay_timeout_s=DEADLINE_S, probe_s=DEADLINE_S) as items:
+        first = asyncio.create_task(take(items, 3))
+        await publisher.subscribed()
         for seq in range(3):
             await publisher.publish(seq)
-        assert seqs(await take(items, 3)) == [0, 1, 2]
-        publisher.questions.clear()
+        assert seqs(await first) == [0, 1, 2]
         for seq in (3, 4):
             await publisher.publish(seq, lose=True)
-        rest = asyncio.create_task(take(items, 3))
-        while not publisher.questions:  # while the subscription isn't up, further ones are lost as well
-            await publisher.publish(len(publisher.buffer))
-            await asyncio.sleep(0.05)
-        assert seqs(await rest) == [3, 4, 5]
-        assert publisher.questions[0] == 3
+        await publisher.publish(5)
+        assert seqs(await take(items, 3)) == [3, 4, 5]
+        assert publisher.questions == [0, 3]
     await publisher.stop()
 
 
@@ -111,31 +112,65 @@ async def test_a_replay_that_falls_silent_is_a_loss_and_the_stream_goes_on(endpo
 
 @pytest.mark.parametrize("with_replay", [True, False])
 async def test_an_engine_that_restarts_in_place_is_noticed(endpoints: tuple[str, str], with_replay: bool) -> None:
-    events, replay = endpoints
-    publisher = Publisher(events, replay if with_replay else None)
-    async with Subscriber(events, replay if with_replay else None, probe_s=60) as items:
-        waiting = asyncio.create_task(take(items, 1))
-        seq = 0
-        while not waiting.done():
+    """Also where what it says first is lost, and its numbers look as if the old stream went on."""
+    events, replay = endpoints[0], endpoints[1] if with_replay else None
+    publisher = Publisher(events, replay)
+    async with Subscriber(events, replay, probe_s=DEADLINE_S) as items:
+        before = asyncio.create_task(take(items, 3))
+        await publisher.subscribed()
+        for seq in range(3):
             await publisher.publish(seq)
-            seq += 1
-            await asyncio.sleep(0.05)
-        first = seqs(await waiting)[0]
-        assert seqs(await take(items, seq - 1 - first)) == list(range(first + 1, seq))
+        assert seqs(await before) == [0, 1, 2]
         await publisher.stop()
 
-        publisher = Publisher(events, replay if with_replay else None)
-        waiting = asyncio.create_task(take(items, 2))
-        seq = 0
-        while not waiting.done():
-            await publisher.publish(seq, payload=batch(seq, engine=2))
-            seq += 1
-            await asyncio.sleep(0.05)
-        change, item = await waiting
+        publisher = Publisher(events, replay)
+        for seq in range(3):
+            await publisher.publish(seq, lose=True, payload=batch(seq, engine=2))
+        after = asyncio.create_task(take(items, 2))
+        await publisher.subscribed()
+        await publisher.publish(3, payload=batch(3, engine=2))
+        change, item = await after
         assert isinstance(change, Restarted | Lost)
         assert isinstance(item, Batch)
-        assert item.events.ts == 2.0
-        assert item.seq == 0 or not with_replay
+        assert (item.events.ts, item.seq) == (2.0, 0 if with_replay else 3)
+    await publisher.stop()
+
+
+async def test_the_first_message_of_a_new_connection_never_overtakes_the_news_of_it(
+    endpoints: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, subscriber = Publisher(endpoints[0]), Subscriber(endpoints[0], probe_s=DEADLINE_S)
+    async with subscriber as items:
+        before = asyncio.create_task(take(items, 1))
+        await publisher.subscribed()
+        await publisher.publish(7)
+        assert seqs(await before) == [7]
+        await publisher.stop()
+
+        publisher = Publisher(endpoints[0])
+        subscribed = asyncio.create_task(publisher.subscribed())
+        assert subscriber._sub is not None
+        while not subscribed.done():
+            subscriber._sub.poll(0)  # it subscribes anew
+            await asyncio.sleep(0.01)
+        await publisher.publish(0, payload=batch(0, engine=2))
+        assert subscriber._sub.poll(1000 * DEADLINE_S)
+        looks = iter([True])  # both come right after the first look
+
+        def ask_the_monitor(*args: Any) -> Any:
+            if next(looks, False):
+                raise zmq.Again
+            return recv_monitor_message(*args)
+
+        def ask_a_socket(socket: Any) -> list[bytes] | None:
+            return None if next(looks, False) else _receive(socket)
+
+        monkeypatch.setattr("replicas.subscriber.recv_monitor_message", ask_the_monitor)
+        monkeypatch.setattr("replicas.subscriber._receive", ask_a_socket)
+        await publisher.publish(1, payload=batch(1, engine=2))
+        change, *rest = await take(items, 3)
+        assert isinstance(change, Lost)
+        assert [one.seq for one in rest if isinstance(one, Batch)] == [0, 1]
     await publisher.stop()
 
 
