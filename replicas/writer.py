@@ -71,8 +71,9 @@ class MapWriter:
 
     @property
     def idle(self) -> bool:
-        """Has everything been written?"""
-        return self.lease is not None and not self.must_join and not self.pending and not self._writing
+        """Has everything been written, and nothing been found missing since?"""
+        written = self.lease is not None and not self.must_join and not self.pending and not self._writing
+        return written and not self.repairing
 
     @property
     def repairing(self) -> bool:
@@ -201,7 +202,7 @@ class MapWriter:
         except OwnershipFull as error:
             self._keep_for_later(added, error)
             added = []
-        except OwnershipUnavailable:
+        except BaseException:
             # It may still be carried out, even after a later write: only a new incarnation shuts it out.
             self.join_again()
             raise
