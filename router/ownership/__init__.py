@@ -135,8 +135,9 @@ class OwnershipMap(Protocol):
 class Sweeper(Protocol):
     """Housekeeping of a map that outlives its members. Sweeping is done in slices by whoever has time."""
 
-    async def sweep(self, max_blocks: int) -> int:
-        """Remove what ended members left behind; how many blocks were handled, 0 when there is nothing left."""
+    async def sweep(self, max_blocks: int, grace_s: float = 10.0) -> int:
+        """Remove what ended members left behind; how many blocks were handled, 0 when there is nothing left. `grace_s`:
+        how long after its lease lapsed a member may still come back without writing all anew."""
 
     async def turn_journal(self, lease: Lease, done: bool) -> None:
         """Keep the memory of what was written in proportion to what is held: call with `done` False, write again all

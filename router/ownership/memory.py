@@ -63,10 +63,10 @@ class MemoryOwnershipMap:
                 matches[slot] = Match(owned, overlap, self._claimed(hashes[owned:overlap], slot, owned, routers))
         return Snapshot(replicas, routers, matches)
 
-    async def sweep(self, max_blocks: int) -> int:
-        now = self._clock()
+    async def sweep(self, max_blocks: int, grace_s: float = 10.0) -> int:
+        over = self._clock() - grace_s
         for name, member in list(self._members.items()):
-            if member.expires_at <= now:
+            if member.expires_at < over:
                 del self._members[name]
         live = {member.lease.slot for member in self._members.values()}
         dead = [

@@ -168,7 +168,6 @@ class RedisOwnershipMap:
         return sorted(found, key=lambda member: (member.lease.kind, member.lease.member))
 
     async def sweep(self, max_blocks: int, grace_s: float = 10.0) -> int:
-        """`grace_s`: how long after its lease lapsed a member may still come back without writing all anew."""
         return int(await self._call("sweep", max_blocks, _milliseconds(grace_s)))
 
     async def missing(self, lease: Lease, hashes: Sequence[BlockHash]) -> list[BlockHash]:

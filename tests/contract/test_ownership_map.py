@@ -217,6 +217,18 @@ async def test_sweeping_frees_what_the_ended_left_and_nothing_else(ownership: Sw
     assert await depths(ownership, blocks(50)) == {"stays": Match(30, 30)}
 
 
+async def test_a_lapsed_member_may_come_back_until_the_grace_is_over(ownership: SweepingMap) -> None:
+    lease = await joined(ownership, "a", lease_s=0.001)
+    await ownership.write(lease, [Write(lease.slot, added=blocks(10))])
+    await asyncio.sleep(0.1)
+    assert await ownership.sweep(100, grace_s=60) == 0
+    await ownership.renew(lease, replica("a"), 0.001)
+    await asyncio.sleep(0.1)
+    assert await ownership.sweep(100, grace_s=0.001) == 10
+    with pytest.raises(Fenced):
+        await ownership.renew(lease, replica("a"), LEASE_S)
+
+
 async def test_hashes_that_differ_in_one_bit_stay_apart(ownership: SweepingMap) -> None:
     lease = await joined(ownership, "a")
     high = BlockHash(b"\xff" * 16)

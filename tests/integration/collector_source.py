@@ -23,10 +23,15 @@ QUICK = (0.02, 0.1)
 
 
 class FailingMap(MemoryOwnershipMap):
-    """Says `OwnershipUnavailable` while `down`, sometimes after having done the work: as a time-out may."""
+    """Says `OwnershipUnavailable` while `down`, sometimes after having done the work: as a time-out may. Its time is
+    `now`: no lease lapses because this process was late."""
 
     down = False
     late = False
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        super().__init__(lambda: self.now)
 
     async def write(self, lease: Lease, writes: Sequence[Write]) -> None:
         if self.down and not self.late:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 
 import pytest
 
+from replicas.engine import quiet_port
 from router.ownership import ReplicaRecord, Write
 from router.ownership.redis import RedisOwnershipMap
 from serve.embedded_valkey import EmbeddedValkey
@@ -35,7 +35,7 @@ async def source() -> AsyncIterator[Source]:
 
 @pytest.fixture
 def ownership() -> FailingMap:
-    return FailingMap(time.monotonic)
+    return FailingMap()
 
 
 async def test_a_fenced_collector_joins_again_and_writes_everything(ownership: FailingMap, source: Source) -> None:
@@ -108,6 +108,27 @@ async def test_a_collector_that_fails_starts_again_from_the_replay(
     assert "failed and starts again" in caplog.text
 
 
+async def test_a_collector_whose_writing_fails_is_not_in_sync_before_all_is_written_again(
+    ownership: FailingMap, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = asyncio.Event()
+
+    async def fail(*_: object) -> None:
+        failed.set()
+        raise ZeroDivisionError
+
+    source.store(1)
+    async with collecting(ownership, source) as collector:
+        await until_owned(ownership, prompt(1), 3)
+        with monkeypatch.context() as patch:
+            patch.setattr(ownership, "write", fail)
+            source.store(2)
+            await failed.wait()
+        await until(lambda: collector.in_sync)
+        assert [await owned(ownership, prompt(n)) for n in (1, 2)] == [3, 3]
+        assert collector.counters["crashes"] == 1
+
+
 async def test_what_ended_replicas_left_is_swept(ownership: FailingMap, source: Source) -> None:
     lease = await ownership.join("gone", ReplicaRecord("gone", "m", B), 60)
     await ownership.write(lease, [Write(lease.slot, prompt(9, 1000))])
@@ -117,7 +138,7 @@ async def test_what_ended_replicas_left_is_swept(ownership: FailingMap, source: 
 
 
 async def test_a_real_server_that_restarts_empty_is_filled_again(source: Source, fleet: str) -> None:
-    valkey = EmbeddedValkey()
+    valkey = EmbeddedValkey(quiet_port())  # nobody takes it while it is down
     valkey.start()
     ownership = RedisOwnershipMap(valkey.url, fleet, timeout_s=30.0, look_up_timeout_s=30.0)
     await ownership.connect()

@@ -68,9 +68,9 @@ async def test_a_collectors_journal_stays_in_proportion_to_what_it_holds(
     ownership: RedisOwnershipMap, valkey_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("replicas.writer._JOURNAL_SLACK", 500)
-    collector = Collector(ownership, RECORD, events=None)
+    collector = Collector(ownership, RECORD, events=None, lease_s=60.0)
     await collector.start()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         await collector.joined.wait()
         for turn in range(30):
             ids = tuple(range(1000 * turn, 1000 * turn + 160))
@@ -92,14 +92,6 @@ async def test_a_collectors_journal_stays_in_proportion_to_what_it_holds(
     hashes = chain(root_hash("model"), pack_token_ids(ids), 16)
     assert (await ownership.look_up(hashes)).matches == {collector.lease.slot: Match(10, 10)}
     await collector.close()
-
-
-async def test_a_lapsed_member_is_over_for_good_after_the_grace(ownership: RedisOwnershipMap) -> None:
-    lease = await ownership.join("a", RECORD, 0.001)
-    await ownership.write(lease, [Write(lease.slot, added=chain(root_hash("m"), pack_token_ids(range(160)), 16))])
-    assert await ownership.sweep(100, grace_s=60) == 0
-    await asyncio.sleep(0.1)
-    assert await ownership.sweep(100, grace_s=0.001) == 10
 
 
 async def test_functions_come_back_after_a_flush(ownership: RedisOwnershipMap, valkey_url: str) -> None:
@@ -181,5 +173,5 @@ async def test_closing_a_busy_router_always_ends(ownership: RedisOwnershipMap) -
         placed = await router.route("/v1/completions", {}, 10, [ReplicaId("a")])
         await asyncio.sleep(delay * 0.00002)
         router.release(placed)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await router.close()
