@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.policies import NAMES, Policy, Request, load_policy
@@ -32,6 +32,7 @@ requests = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(request=requests, views=fleets)
 def test_every_candidate_is_ranked_once_and_costs_are_finite(
     policy: Policy, request: Request, views: list[ReplicaView]
