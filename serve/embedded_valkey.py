@@ -37,7 +37,7 @@ class EmbeddedValkey:
     as the server should: usually the main thread.
     """
 
-    def __init__(self, port: int = 0, *, settings: Mapping[str, str] | None = None, start_timeout_s: float = 10.0):
+    def __init__(self, port: int = 0, *, settings: Mapping[str, str] | None = None, start_timeout_s: float = 60.0):
         """`port` 0 takes a free one. `settings` are further lines of a Valkey configuration, by name."""
         self._wanted_port = port
         self._settings = dict(settings or {})

@@ -60,12 +60,12 @@ def pair() -> Iterator[tuple[EmbeddedValkey, EmbeddedValkey]]:
 
 @contextmanager
 def sentinel(folder: Path, primary: EmbeddedValkey, service: str = "main") -> Iterator[int]:
-    """One Sentinel that watches `primary`; its port."""
+    """One Sentinel that watches `primary`; its port. It fails over when told to, not for a server that is slow once."""
     port = quiet_port()
     config = folder / "sentinel.conf"
     config.write_text(
         f"port {port}\nbind 127.0.0.1\ndir {folder}\nsentinel monitor {service} 127.0.0.1 {primary.port} 1\n"
-        f"sentinel down-after-milliseconds {service} 1000\nsentinel failover-timeout {service} 6000\n"
+        f"sentinel down-after-milliseconds {service} 60000\nsentinel failover-timeout {service} 60000\n"
     )
     with (folder / "sentinel.log").open("wb") as log:
         process = subprocess.Popen(

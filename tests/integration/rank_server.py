@@ -65,7 +65,8 @@ async def _front(urls: list[str]) -> AsyncIterator[str]:
     app = web.Application()
     app.add_routes([web.get("/metrics", metrics), web.route("*", "/{path:.*}", relay)])
     runner = web.AppRunner(app)
-    async with aiohttp.ClientSession() as client:
+    # An engine closes what was idle for a while, perhaps just when the next request goes out there.
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as client:
         await runner.setup()
         try:
             site = web.TCPSite(runner, HOST, 0)

@@ -106,7 +106,7 @@ async def test_r3_keys_that_are_moved_one_by_one_leave_no_wrong_credit(fleet: st
             admin(target, "CLUSTER SETSLOT", slot, "IMPORTING", names[0])
             admin(source, "CLUSTER SETSLOT", slot, "MIGRATING", names[1])
             while keys := admin(source, "CLUSTER GETKEYSINSLOT", slot, 20):
-                admin(source, "MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "REPLACE", "KEYS", *keys)
+                admin(source, "MIGRATE", "127.0.0.1", target.port, "", 0, 30_000, "REPLACE", "KEYS", *keys)
                 assert (await live.ask(1, 100)).decision.candidates
             live.remove(1, 50)
             for server in (target, source, *servers):

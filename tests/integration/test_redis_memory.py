@@ -71,8 +71,7 @@ async def test_r5_a_chain_with_an_evicted_middle_is_found_and_made_whole(
             live.store(1, 3000)
             await live.until_credit(1, 3000, 3000)
             hashes = blocks_of(ids_of(1, 3000))
-            for depth in range(1000, 1300):
-                admin(server, "DEL", live.maps[0]._prefix + b"b" + hashes[depth])
+            admin(server, "DEL", *(live.maps[0]._prefix + b"b" + block for block in hashes[1000:1300]))
             await until(lambda: true(live.collectors[0].counters["repairs"] >= 1))
             await live.until_true()
             await live.until_credit(1, 3000, 3000)

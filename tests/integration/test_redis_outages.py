@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from replicas.collector import Collector
+from replicas.engine import quiet_port
 from replicas.events import BlockStored, KVEventBatch
 from replicas.subscriber import Batch
 from router.errors import OwnershipUnavailable
@@ -82,7 +83,7 @@ async def test_r4_a_server_that_stalls_costs_no_request_more_than_the_limit_and_
 
 
 async def test_r4_a_server_that_refuses_connections_is_lived_without(fleet: str) -> None:
-    with EmbeddedValkey() as server:
+    with EmbeddedValkey(quiet_port()) as server:  # nobody takes it while it is down
         async with fleet_on(server.url, fleet) as live:
             live.store(1, 20)
             await live.until_credit(1, 20, 20)
