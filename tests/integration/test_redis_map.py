@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
+import redis
 from redis.asyncio import Redis
 
 from replicas.collector import Collector
@@ -130,12 +131,21 @@ async def test_an_answer_that_came_while_our_own_loop_was_late_still_counts(
     await ownership.join("a", RECORD, 30)
     quick = RedisOwnershipMap(valkey_url, fleet, timeout_s=30.0, look_up_timeout_s=0.02)
     await quick.connect()
+    before = look_ups(valkey_url)
     asked = asyncio.create_task(quick.look_up([]))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    time.sleep(1.0)  # noqa: ASYNC251 -- this is the lateness
+    while look_ups(valkey_url) == before:
+        time.sleep(0.01)  # noqa: ASYNC251 -- this is the lateness
+    time.sleep(0.5)  # noqa: ASYNC251
     assert len((await asked).replicas) == 1
     await quick.close()
+
+
+def look_ups(url: str) -> int:
+    """How many the server has done. Keeps the event loop waiting."""
+    with redis.Redis.from_url(url, socket_timeout=30) as client:
+        return int(client.info("commandstats")["cmdstat_fcall_ro"]["calls"])
 
 
 async def test_a_server_that_stalls_is_waited_for_only_so_long(fleet: str) -> None:
