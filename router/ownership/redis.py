@@ -63,6 +63,7 @@ class RedisOwnershipMap:
         self._client = make_client(url, timeout_s)
         self._writes: dict[str, int] = {}  # by member: how many of its incarnation's the server has confirmed
         self._late: set[asyncio.Task[Any]] = set()
+        self._closed = False
 
     async def connect(self) -> None:
         """Load the functions. Raises `OwnershipUnavailable` with what to do about it."""
@@ -75,6 +76,8 @@ class RedisOwnershipMap:
             raise OwnershipUnavailable(f"Redis at {safe_url(self.url)}: {advice(error)}") from error
 
     async def close(self) -> None:
+        """For good: later calls raise `OwnershipUnavailable`."""
+        self._closed = True
         for task in tuple(self._late):
             await end(task)
         await self._client.aclose()
@@ -195,6 +198,8 @@ class RedisOwnershipMap:
 
     async def _call(self, function: str, *args: Any) -> Any:
         longer_s = self._look_up_timeout_s if function == "look_up" else 0.0
+        if self._closed:
+            raise OwnershipUnavailable("Redis: this client is closed")
         try:
             async with others_timeout(max(self._timeout_s, longer_s)):
                 try:
@@ -208,6 +213,9 @@ class RedisOwnershipMap:
             if str(error).startswith("FENCED"):
                 raise Fenced(str(args[0])) from None
             raise await self._refusal(error) from error
+        finally:
+            if self._closed:  # meanwhile: redis-py may have connected anew for this call
+                await self._client.aclose()
 
     async def _refusal(self, error: BaseException) -> OwnershipFull | OwnershipUnavailable:
         if isinstance(error, OutOfMemoryError):
