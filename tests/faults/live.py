@@ -131,10 +131,14 @@ async def _until_well(session: aiohttp.ClientSession, live: Live, bound_s: float
 async def _well(session: aiohttp.ClientSession, live: Live) -> None:
     """All replicas are back, nothing is booked for nobody, and what is promised is kept."""
     async with session.get(f"{live.url}/health") as response:
+        if response.status != 200:  # the proxy's own, perhaps, which is no JSON
+            raise Broken(f"health: status {response.status}")
         health = await response.json(content_type=None)
     if health.get("status") != "ok" or health["replicas"] != 4 or health["replicas_in_map"] != 4:
         raise Broken(f"health: {health}")
     async with session.get(f"{live.url}/metrics") as response:
+        if response.status != 200:
+            raise Broken(f"metrics: status {response.status}")
         lines = (await response.text()).splitlines()
     if busy := [line for line in lines if line.startswith("whohas_in_flight{") and not line.endswith(" 0.0")]:
         raise Broken(f"in flight while nobody asks: {busy}")
