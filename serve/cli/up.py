@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from replicas.engine import quiet_ports
+from replicas.ports import quiet_ports, set_aside
 from router.ownership.client import safe_url
 from serve.cli import state
 from serve.cli.preflight import Problem, check, config_from_file, config_from_options
@@ -51,6 +51,7 @@ def up(config: str | None, port: int | None, **options: Any) -> None:
     try:
         app, file_port = config_from_file(config, options) if config else (config_from_options(options), None)
         http_port = port or file_port or 8000
+        set_aside(http_port)
         check(app, http_port, own_redis=options["redis"] is None)
         with contextlib.ExitStack() as stack:
             _run(stack, app, http_port, progress, own_redis=options["redis"] is None)

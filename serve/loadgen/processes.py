@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import yaml
 
-from replicas.engine import quiet_port
+from replicas.ports import quiet_port
 
 MODEL = "whohas-bench"
 _START_S, _STOP_S = 180.0, 60.0

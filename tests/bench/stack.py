@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from replicas.engine import quiet_port
+from replicas.ports import quiet_port
 from router.ownership import ReplicaRecord
 from router.ownership.redis import RedisOwnershipMap
 from serve.embedded_valkey import EmbeddedValkey

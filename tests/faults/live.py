@@ -57,7 +57,10 @@ async def survive(live: Live, seed: int, seconds: float, bound_s: float = 180.0)
         finally:
             for client in clients:
                 client.cancel()
-            await asyncio.wait(clients)
+            ended = await asyncio.gather(*clients, return_exceptions=True)
+        for end in ended:
+            if not isinstance(end, asyncio.CancelledError):
+                raise Broken(f"a client gave up: {end!r}") from end
         await _until_well(session, live, bound_s)
     return told
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from replicas.engine import quiet_port
+from replicas.ports import quiet_port
 
 MODEL = "test-model"
 START_S, STOP_S, GONE_S, PATIENCE_S = 180.0, 120.0, 30.0, 90.0

@@ -14,7 +14,8 @@ import aiohttp
 from aiohttp import web
 
 from replicas.config import EngineConfig
-from replicas.engine import EngineEndpoints, emulated_argv, rank_endpoint, reserve_port
+from replicas.engine import EngineEndpoints, emulated_argv, rank_endpoint
+from replicas.ports import reserve_port
 from replicas.process import EngineProcess
 
 HOST = "127.0.0.1"

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from replicas.emulated.step_time import load_profile
-from replicas.engine import quiet_port
+from replicas.ports import quiet_port
 from serve.loadgen.processes import emulated_engine
 from tests.integration.live import WHOHAS
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from replicas.engine import quiet_port
+from replicas.ports import quiet_port
 from tests.integration.live import WHOHAS, config_file
 
 pytestmark = pytest.mark.integration

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from replicas.engine import quiet_port
+from replicas.ports import quiet_port
 from router.ownership import ReplicaRecord, Write
 from router.ownership.redis import RedisOwnershipMap
 from serve.embedded_valkey import EmbeddedValkey

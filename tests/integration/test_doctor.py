@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from replicas.config import EngineConfig
-from replicas.engine import make_engine, quiet_port
+from replicas.engine import make_engine
+from replicas.ports import quiet_port
 from replicas.replica import Replica
 from router.model_files import _find_folder
 from router.ownership import ReplicaRecord

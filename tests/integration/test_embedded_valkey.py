@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from replicas.engine import quiet_port
+from replicas.ports import quiet_port
 from serve.embedded_valkey import EmbeddedValkey, EmbeddedValkeyError
 
 pytestmark = pytest.mark.integration

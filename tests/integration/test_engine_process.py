@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 
 from replicas.config import EngineConfig
-from replicas.engine import EngineEndpoints, emulated_argv, make_engine, quiet_port, reserve_port, vllm_argv
+from replicas.engine import EngineEndpoints, emulated_argv, make_engine, vllm_argv
 from replicas.engine_api import get, read_facts, read_load
+from replicas.ports import quiet_port, quiet_ports, reserve_port, set_aside
 from replicas.process import EngineFailed, EngineProcess
 
 pytestmark = pytest.mark.integration
@@ -261,6 +262,18 @@ def test_a_quiet_port_is_free_and_none_that_the_kernel_gives_away() -> None:
         server.bind(("", taken))
         server.listen()
         assert taken not in {quiet_port() for _ in range(200)}
+
+
+def test_no_quiet_port_is_given_twice_nor_one_that_was_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replicas.ports._QUIET_PORTS", range(24_000, 24_040))
+    monkeypatch.setattr("replicas.ports._set_aside", set())
+    for port in range(24_000, 24_020):
+        set_aside(port)
+    given = [quiet_port() for _ in range(5)] + quiet_ports(5)
+    assert len(set(given)) == 10
+    assert min(given) >= 24_020
+    with pytest.raises(OSError, match="no 11 free ports in 24000-24039"):
+        quiet_ports(11)
 
 
 # --- command lines --------------------------------------------------------------------------------------------------

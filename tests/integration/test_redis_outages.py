@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from replicas.collector import Collector
-from replicas.engine import quiet_port
 from replicas.events import BlockStored, KVEventBatch
+from replicas.ports import quiet_port
 from replicas.subscriber import Batch
 from router.errors import OwnershipUnavailable
 from router.hashing import pack_token_ids

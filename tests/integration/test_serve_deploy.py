@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from replicas.engine import quiet_ports
+from replicas.ports import quiet_ports
 from serve.cli.up import serve_environment, short_folder
 from tests.integration.live import Live, command_of, descendants, state_of
 
