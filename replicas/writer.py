@@ -152,6 +152,8 @@ class MapWriter:
             await self._audit.repair(self.lease, self._published())
             if not self._audit.repairing:
                 self._renew_at = now  # credit from now on
+        elif self.told_trusted != self._record().trusted:
+            await self._renew(self.lease)
         elif self._turning or self._journal > 2 * len(self._published()) + _JOURNAL_SLACK:
             await self._turn_journal(self.lease)
         else:

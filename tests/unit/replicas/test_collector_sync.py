@@ -60,6 +60,11 @@ async def until(check: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
+def batch(seq: int) -> Batch:
+    """One block, whose hash is `seq` + 1."""
+    return Batch(seq, KVEventBatch(0.0, (BlockStored((seq + 1,), None, pack_token_ids([seq] * 4), 4),)))
+
+
 async def test_not_while_a_new_incarnation_joins() -> None:
     ownership = HeldMap()
     collector = Collector(ownership, RECORD, None)
@@ -93,4 +98,17 @@ async def test_not_before_the_map_says_that_a_doubt_is_over() -> None:
     assert not collector.in_sync
     await until(lambda: collector.in_sync)
     assert trusted()
+    await end(collector._task)
+
+
+async def test_what_is_no_longer_doubted_is_told_with_what_ended_the_doubt_not_with_the_next_renewal() -> None:
+    ownership, quiet = MemoryOwnershipMap(time.monotonic), Quiet()
+    collector = Collector(ownership, RECORD, "events", lease_s=600, subscribe=lambda *_: quiet)  # type: ignore[arg-type,return-value]
+    await collector.start()
+    for seq, doubted in enumerate([False, True, False, True, False]):
+        quiet.tracker.in_doubt = doubted
+        collector._on_item(batch(seq))
+        await until(lambda: collector.in_sync)
+        (record,) = (await ownership.look_up(())).replicas.values()
+        assert record.trusted is not doubted
     await end(collector._task)
