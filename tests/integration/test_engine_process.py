@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -17,10 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from replicas.config import EngineConfig
-from replicas.engine import EngineEndpoints, emulated_argv, make_engine, vllm_argv
 from replicas.engine_api import get, read_facts, read_load
-from replicas.ports import quiet_port, quiet_ports, reserve_port, set_aside
+from replicas.ports import quiet_port
 from replicas.process import EngineFailed, EngineProcess
 
 pytestmark = pytest.mark.integration
@@ -245,81 +241,6 @@ async def test_facts_and_load_come_from_the_engine(tmp_path: Path) -> None:
         await get(f"{url}/health")
 
 
-def test_a_reserved_port_is_given_to_nobody_else_but_can_be_listened_on() -> None:
-    with reserve_port("127.0.0.1") as reserved, socket.socket() as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(reserved.getsockname())
-        server.listen()
-        with reserve_port("127.0.0.1") as other:
-            assert other.getsockname() != reserved.getsockname()
-
-
-def test_a_quiet_port_is_free_and_none_that_the_kernel_gives_away() -> None:
-    taken = quiet_port()
-    first_given_away = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert 20_000 <= taken < min(30_000, first_given_away)
-    with socket.socket() as server:
-        server.bind(("", taken))
-        server.listen()
-        assert taken not in {quiet_port() for _ in range(200)}
-
-
-def test_no_quiet_port_is_given_twice_nor_one_that_was_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replicas.ports._QUIET_PORTS", range(24_000, 24_040))
-    monkeypatch.setattr("replicas.ports._set_aside", set())
-    for port in range(24_000, 24_020):
-        set_aside(port)
-    given = [quiet_port() for _ in range(5)] + quiet_ports(5)
-    assert len(set(given)) == 10
-    assert min(given) >= 24_020
-    with pytest.raises(OSError, match="no 11 free ports in 24000-24039"):
-        quiet_ports(11)
-
-
-# --- command lines --------------------------------------------------------------------------------------------------
-
-ENDPOINTS = EngineEndpoints("http://127.0.0.1:1", "ipc://@e", "ipc://@r")
-
-
-def vllm(**fields: object) -> list[str]:
-    return vllm_argv(EngineConfig("vllm", "some/model", **fields), "127.0.0.1", 8123, ENDPOINTS)  # type: ignore[arg-type]
-
-
-def test_vllm_is_started_with_what_whohas_needs() -> None:
-    argv = vllm(tensor_parallel_size=4, block_size=16, gpu_memory_utilization=0.9)
-    assert argv[argv.index("serve") + 1] == "some/model"
-    assert {"--enable-prefix-caching", "--enable-prompt-tokens-details"} <= set(argv)
-    assert argv[argv.index("--tensor-parallel-size") + 1] == "4"
-    assert argv[argv.index("--port") + 1] == "8123"
-    events = json.loads(argv[argv.index("--kv-events-config") + 1])
-    assert (events["endpoint"], events["replay_endpoint"]) == ("ipc://@e", "ipc://@r")
-    assert events["enable_kv_cache_events"] is True
-    assert "--max-model-len" not in argv
-
-
-@pytest.mark.parametrize("args", [("--tensor-parallel-size", "2"), ("--tensor_parallel_size=2",), ("-tp", "2")])
-def test_a_flag_of_the_user_wins(args: tuple[str, ...]) -> None:
-    argv = vllm(tensor_parallel_size=4, args=args)
-    assert argv[-len(args) :] == list(args)
-    assert "4" not in argv
-
-
-def test_a_flag_that_the_user_turned_off_stays_off() -> None:
-    assert "--enable-prefix-caching" not in vllm(args=("--no-enable-prefix-caching",))
-
-
-@pytest.mark.parametrize("flag", ["--port", "--host", "--kv-events-config", "--kv_events_config.topic", "-dp"])
-def test_a_flag_that_whohas_must_own_is_refused(flag: str) -> None:
-    with pytest.raises(ValueError, match="args must not have"):
-        make_engine(EngineConfig("vllm", "m", args=(flag, "x")), "r")
-
-
-def test_the_emulated_engine_gets_only_what_was_set() -> None:
-    argv = emulated_argv(EngineConfig("emulated", "m", num_blocks=100), "127.0.0.1", 8123, ENDPOINTS)
-    assert argv[argv.index("--num-blocks") + 1] == "100"
-    assert "--block-size" not in argv
-
-
 async def test_what_went_wrong_is_told_also_where_it_stands_far_above_the_last_lines() -> None:
     script = """
 print("(Worker pid=7) WARNING [utils.py:255] this can cause errors like `OSError: [Errno 24] Too many open files`")
@@ -341,27 +262,3 @@ raise SystemExit(1)
     assert lines[1] == "(Worker pid=7) ERROR [executor.py:1063] ValueError: CPU offloading is for GPUs only"
     assert lines[2] == "  File a.py, line 21, in main"
     assert lines[-1].startswith("RuntimeError: Engine core initialization failed")
-
-
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"kind": "sglang"}, "kind"),
-        ({"block_size": 0}, "block_size"),
-        ({"speed": 0.0}, "speed"),
-        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
-        ({"event_delay_s": -1.0}, "event_delay_s"),
-        ({"kind": "external"}, "endpoints"),
-        ({"kind": "external", "endpoints": ("127.0.0.1:1",)}, "endpoints"),
-        ({"kind": "external", "endpoints": ("http://a", "http://b"), "events_endpoints": ("tcp://a:1",)}, "events_"),
-        ({"kind": "external", "endpoints": ("http://a", "http://b"), "events_endpoints": ("tcp://a:1",) * 2}, "twice"),
-    ],
-)
-def test_a_wrong_setting_is_named(fields: dict[str, object], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        EngineConfig(**fields)  # type: ignore[arg-type]
-
-
-def test_an_engine_needs_a_model() -> None:
-    with pytest.raises(ValueError, match="model"):
-        make_engine(EngineConfig(), "r")
