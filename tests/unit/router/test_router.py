@@ -13,16 +13,6 @@ from router.types import Load
 from tests.unit.router.one_router import REPLICAS, Clock, FlakyMap, body, joined, own, settle, started
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def ownership(clock: Clock) -> FlakyMap:
-    return FlakyMap(clock)
-
-
 async def test_the_holder_is_chosen_and_the_promise_is_what_an_engine_can_reuse(
     ownership: FlakyMap, clock: Clock
 ) -> None:

@@ -13,16 +13,6 @@ from router.types import BlockHash, Load, ReplicaId
 from tests.unit.router.one_router import REPLICAS, Clock, FlakyMap, body, joined, own, settle, started
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def ownership(clock: Clock) -> FlakyMap:
-    return FlakyMap(clock)
-
-
 async def test_without_a_map_requests_are_spread_by_load_and_it_heals_by_itself(
     ownership: FlakyMap, clock: Clock
 ) -> None:
