@@ -39,7 +39,8 @@ class Collector:
 
     `record` tells model, block size and URL; blocks, seq and trust are filled in here. `events`, `replay`: the
     engine's ZMQ endpoints; without `events` the replica is in the map with no blocks. The lease is renewed every
-    `lease_s / 3`. Changes of more than `max_pending` blocks that can't be written are dropped for a rewrite of the set.
+    `lease_s / 3`, and where a doubt is over. Changes of more than `max_pending` blocks that can't be written are
+    dropped for a rewrite of the set.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Collector:
         if asleep != self._asleep:
             logger.warning("%s: its engine %s", self._record.replica_id, "is asleep" if asleep else "has woken")
         self._asleep, self._discarded = asleep, discarded
+        self._writer.wake()
 
     def _unused(self) -> dict[str, int]:
         return {name: count for name, count in self.stats().items() if count and name.startswith(_UNUSED)}
@@ -138,7 +140,7 @@ class Collector:
 
     @property
     def in_sync(self) -> bool:
-        """Has everything that the engine told so far been written, and may it be relied on?"""
+        """Has everything that the engine told so far been written, and does the map say whether it may be relied on?"""
         subscriber = self._subscriber
         if self._doubted.is_set():  # about to be forgotten, once the readers have stopped
             return False
@@ -183,6 +185,7 @@ class Collector:
     async def _read(self, events: str) -> None:
         self._retire(self._subscriber)
         self._subscriber = subscriber = self._subscribe(events, self._replay)
+        subscriber.on_doubt = self._writer.wake
         async with subscriber as items:
             async for item in items:
                 self._on_item(item)

@@ -68,6 +68,7 @@ class Subscriber:
         self._dealer: zmq.Socket[bytes] | None = None
         self._connections = 0
         self._arrived: list[bytes] | None = None  # a live message that was received and not looked at yet
+        self.on_doubt: Callable[[], None] = lambda: None  # called where `tracker.in_doubt` has changed
         self._quiet_since = self._answer_since = clock()
 
     @property
@@ -106,6 +107,7 @@ class Subscriber:
         for item in self._perform(self.tracker.start()):
             yield item
         while True:
+            doubted = self.tracker.in_doubt
             await self._poller.poll(self._wait_ms())
             burst_ends = self._clock() + _BURST_S
             steps = self._receive_any(sub, monitor)
@@ -116,6 +118,8 @@ class Subscriber:
                 for item in self._perform(steps):
                     yield item
                 steps = self._receive_any(sub, monitor) if self._clock() < burst_ends else None
+            if self.tracker.in_doubt != doubted:
+                self.on_doubt()
             await asyncio.sleep(0)  # a poll that finds something doesn't let others run
 
     # --- sockets ----------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ class MapWriter:
         self.lease: Lease | None = None
         self.joined = asyncio.Event()  # set at the first join
         self.must_join = True
-        self.told_trusted = False  # by the record that the map has
+        self.told_trusted: bool | None = False  # by the record that the map has; None where that isn't known
         self.pending = Pending()
         self.counters = counters
         self._map, self._record, self._published, self._on_routers = ownership, record, published, on_routers
@@ -88,6 +88,10 @@ class MapWriter:
                 self.counters["overflows"] += 1
                 self.join_again()
             self._wake.set()
+
+    def wake(self) -> None:
+        """There may be something to tell."""
+        self._wake.set()
 
     def start_anew(self) -> None:
         """Nothing that was told so far holds."""
@@ -152,8 +156,10 @@ class MapWriter:
             await self._audit.repair(self.lease, self._published())
             if not self._audit.repairing:
                 self._renew_at = now  # credit from now on
-        elif self.told_trusted != self._record().trusted:
-            await self._renew(self.lease)
+        elif self.told_trusted is None or (self._record().trusted and not self.told_trusted):
+            await self._renew(
+                self.lease
+            )  # a doubt waits for the next renewal, as most are over by then; its end doesn't
         elif self._turning or self._journal > 2 * len(self._published()) + _JOURNAL_SLACK:
             await self._turn_journal(self.lease)
         else:
@@ -185,9 +191,12 @@ class MapWriter:
             self.pending.write_all(self._published())
 
     async def _renew(self, lease: Lease) -> None:
-        # First the time: a renewal that fails is repeated by the retry, after its pause, not in between.
         record = self._record()
-        await self._map.renew(lease, record, self._lease_s)
+        try:
+            await self._map.renew(lease, record, self._lease_s)
+        except BaseException:
+            self.told_trusted = None  # it may still be carried out; so it is repeated after the retry's pause
+            raise
         self.told_trusted = record.trusted
         self.counters["renewals"] += 1
         self._renew_at = self._clock() + self._lease_s / 3

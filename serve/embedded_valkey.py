@@ -58,15 +58,16 @@ class EmbeddedValkey:
         """Returns once the server answers. Raises `EmbeddedValkeyError`, leaving nothing behind."""
         if self._process is not None:
             raise EmbeddedValkeyError(f"Valkey is running already, at {self.url}.")
-        # Somebody may take a free port between our look and the server's bind.
+        # Somebody may take a free port between our look and the server's bind; then it ends at once.
         attempts = 1 if self._wanted_port else 3
         for attempt in range(1, attempts + 1):
             self.port = self._wanted_port or quiet_port()  # not one that a client is given by chance
             try:
                 return self._start_once()
             except EmbeddedValkeyError:
+                ended = self._process is not None and self._process.poll() is not None
                 self.stop()
-                if attempt == attempts:
+                if attempt == attempts or not ended:
                     raise
 
     def stop(self) -> None:

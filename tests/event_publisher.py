@@ -31,6 +31,8 @@ class Publisher:
         self._pub.bind(events)
         self._with_topic, self.silent = with_topic, silent
         self.questions: list[int] = []
+        self.may_end = asyncio.Event()  # an answer waits for it before its last message
+        self.may_end.set()
         self.buffer: list[tuple[int, bytes]] = []
         self._task: asyncio.Task[None] | None = None
         if replay is not None:
@@ -64,6 +66,7 @@ class Publisher:
         for seq, payload in self.buffer:
             if start <= seq <= upto:
                 await self._router.send_multipart([self._client, b"", *topic, seq.to_bytes(8, "big"), payload])
+        await self.may_end.wait()
         await self._router.send_multipart([self._client, b"", *topic, END, b""])
 
     async def stop(self) -> None:

@@ -144,6 +144,7 @@ class Proxy:
     def __init__(self, target: int) -> None:
         self.target = target
         self.port = 0
+        self.held = 0  # how many pieces of data have had to wait
         self._free = asyncio.Event()
         self._free.set()
         self._writers: set[asyncio.StreamWriter] = set()
@@ -182,6 +183,7 @@ class Proxy:
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while data := await reader.read(65536):
+                self.held += not self._free.is_set()
                 await self._free.wait()
                 writer.write(data)
                 await writer.drain()

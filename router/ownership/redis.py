@@ -6,6 +6,7 @@ import asyncio
 import struct
 from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import lru_cache
 from hashlib import blake2b
 from importlib.resources import files
@@ -50,7 +51,8 @@ class RedisOwnershipMap:
 
     `url`: see `router.ownership.client`. `fleet` names application and model; fleets never see each other. `timeout_s`
     bounds every call but a connect's first, `connect`; there the functions are loaded and the server is checked.
-    `look_up_timeout_s` is how long a caller waits for a look-up; the answer may come later, to keep the connection.
+    `look_up_timeout_s` is how long a caller waits for a look-up; the answer may come later, to keep the connection, up
+    to the longer one of the two.
     """
 
     def __init__(self, url: str, fleet: str, timeout_s: float = 1.0, look_up_timeout_s: float = 0.02) -> None:
@@ -68,7 +70,7 @@ class RedisOwnershipMap:
     async def connect(self) -> None:
         """Load the functions. Raises `OwnershipUnavailable` with what to do about it."""
         try:
-            async with asyncio.timeout(max(5.0, self._timeout_s)):
+            async with self._open(), asyncio.timeout(max(5.0, self._timeout_s)):
                 await self._load()
                 await self._client.call(_FLEETS, "SADD", _FLEETS, self._fleet)
                 await self._fcall("look_up", [b""])
@@ -187,7 +189,7 @@ class RedisOwnershipMap:
         cursor, start = 0, len(self._prefix) + 1
         while True:
             try:
-                async with asyncio.timeout(self._timeout_s):
+                async with self._open(), asyncio.timeout(self._timeout_s):
                     cursor, keys = await self._client.scan(self._prefix, cursor, self._prefix + b"b*")
                     values = await self._client.call(self._prefix, "MGET", *keys) if keys else []
             except ERRORS as error:
@@ -198,10 +200,8 @@ class RedisOwnershipMap:
 
     async def _call(self, function: str, *args: Any) -> Any:
         longer_s = self._look_up_timeout_s if function == "look_up" else 0.0
-        if self._closed:
-            raise OwnershipUnavailable("Redis: this client is closed")
         try:
-            async with others_timeout(max(self._timeout_s, longer_s)):
+            async with self._open(), others_timeout(max(self._timeout_s, longer_s)):
                 try:
                     return await self._fcall(function, args)
                 except ResponseError as error:
@@ -213,9 +213,19 @@ class RedisOwnershipMap:
             if str(error).startswith("FENCED"):
                 raise Fenced(str(args[0])) from None
             raise await self._refusal(error) from error
+
+    @asynccontextmanager
+    async def _open(self) -> AsyncIterator[None]:
+        """Whatever uses the client is refused once it is closed, and leaves no connection of its own where it was
+        closed meanwhile: redis-py connects anew for whoever asks it."""
+        if self._closed:
+            raise OwnershipUnavailable("Redis: this client is closed")
+        try:
+            yield
         finally:
-            if self._closed:  # meanwhile: redis-py may have connected anew for this call
-                await self._client.aclose()
+            if self._closed:
+                with suppress(*ERRORS):
+                    await self._client.aclose()
 
     async def _refusal(self, error: BaseException) -> OwnershipFull | OwnershipUnavailable:
         if isinstance(error, OutOfMemoryError):

@@ -53,7 +53,7 @@ def map_command(url: str | None, fleet: str | None, checks: bool, as_json: bool)
 
 async def _check(redis: str, fleet: str | None) -> dict[str, Result]:
     results = {}
-    for name in [fleet] if fleet else await fleets(redis):
+    for name in [fleet] if fleet else await fleets(redis, _PATIENCE_S):
         ownership = RedisOwnershipMap(redis, name, timeout_s=_PATIENCE_S)
         try:
             await ownership.connect()
@@ -77,7 +77,7 @@ def _show_check(results: dict[str, Result], as_json: bool) -> None:
 
 async def _read(redis: str, fleet: str | None) -> dict[str, list[Member]]:
     found = {}
-    for name in [fleet] if fleet else await fleets(redis):
+    for name in [fleet] if fleet else await fleets(redis, _PATIENCE_S):
         ownership = RedisOwnershipMap(redis, name, timeout_s=_PATIENCE_S)
         try:
             await ownership.connect()

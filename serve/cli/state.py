@@ -19,9 +19,11 @@ def _file() -> Path:
 def write(url: str, redis: str) -> None:
     """Whole or not at all, and for this user only from the first byte on: a URL may have a password."""
     file = _file()
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=f".{file.name}-", delete=False) as half:
-        half.write(json.dumps({"pid": os.getpid(), "url": url, "redis": redis}))
-    os.replace(half.name, file)
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}-") as folder:
+        half = Path(folder) / file.name
+        half.touch(mode=0o600)
+        half.write_text(json.dumps({"pid": os.getpid(), "url": url, "redis": redis}))
+        os.replace(half, file)
 
 
 def clear() -> None:

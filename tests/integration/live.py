@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ import yaml
 from replicas.ports import quiet_port
 
 MODEL = "test-model"
-START_S, STOP_S, GONE_S, PATIENCE_S = 180.0, 120.0, 30.0, 90.0
+START_S, STOP_S, PATIENCE_S = 180.0, 120.0, 90.0
 WHOHAS = str(Path(sys.executable).with_name("whohas"))
 
 
@@ -129,10 +129,11 @@ def whohas_up(folder: Path, *options: str, **args: Any) -> Iterator[Live]:
         before = {pid: born(pid) for pid in descendants(process.pid)}
         yield live
         interrupt(process)
-        end = time.monotonic() + GONE_S  # a process that was killed may have to wait for its turn to end
-        while left := [*_still_there(before), *_still_listening(port)]:
-            assert time.monotonic() < end, f"left behind: {left}"
-            time.sleep(0.1)
+        leftover = [command_of(pid) for pid, birth in before.items() if born(pid) == birth and not _has_ended(pid)]
+        assert not leftover, f"left behind: {leftover}"
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("0.0.0.0", port))
     finally:
         if process.poll() is None:
             process.kill()
@@ -142,19 +143,11 @@ def whohas_up(folder: Path, *options: str, **args: Any) -> Iterator[Live]:
         log.close()
 
 
-def _still_there(births: Mapping[int, str]) -> list[str]:
-    """Command lines."""
-    return [command_of(pid) for pid, birth in births.items() if state_of(pid) not in ("", "Z") and born(pid) == birth]
-
-
-def _still_listening(port: int) -> list[str]:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("0.0.0.0", port))
-        except OSError as error:
-            return [f"port {port}: {error}"]
-    return []
+def _has_ended(pid: int) -> bool:
+    """Or was killed, and only waits for its turn to end."""
+    status = dict(line.split(":", 1) for line in _of(Path(f"/proc/{pid}/status")).decode().splitlines())
+    pending = int(status.get("SigPnd", "0"), 16) | int(status.get("ShdPnd", "0"), 16)
+    return state_of(pid) in ("", "Z") or bool(pending >> (signal.SIGKILL - 1) & 1)
 
 
 def interrupt(process: subprocess.Popen[str]) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
 from replicas.collector import Collector
 from replicas.subscriber import Subscriber
 from router.ownership import RouterRecord
+from tests.event_publisher import Publisher
 from tests.integration.collector_source import (
+    QUICK,
     RECORD,
     FailingMap,
     Source,
@@ -166,3 +169,23 @@ async def test_a_collector_that_a_router_doubts_starts_anew_once_and_tells_the_s
         renewals = collector.counters["renewals"]
         await until(lambda: collector.counters["renewals"] > renewals + 3)
         assert collector.counters["resynchronised"] == 1  # it has just done all it can
+
+
+async def test_a_replay_that_ends_with_nothing_new_ends_the_doubt_at_once(ownership: FailingMap) -> None:
+    name = f"ipc://@whohas-test-{uuid4().hex}"
+    publisher = Publisher(f"{name}-e", f"{name}-r")
+    publisher.may_end.clear()
+    await publisher.publish(0, lose=True)
+    collector = Collector(ownership, RECORD, f"{name}-e", f"{name}-r", lease_s=600, retry_s=QUICK)
+    await collector.start()
+    await until(lambda: collector.counters["batches"] == 1)
+    collector._writer.join_again()  # and so it is told while the replay goes on
+    await until(lambda: collector.counters["joins"] == 2)
+    (record,) = (await ownership.look_up([])).replicas.values()
+    assert not record.trusted
+    publisher.may_end.set()
+    await until(lambda: collector.in_sync)
+    (record,) = (await ownership.look_up([])).replicas.values()
+    assert record.trusted
+    await collector.close()
+    await publisher.stop()

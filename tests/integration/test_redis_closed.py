@@ -21,6 +21,10 @@ async def test_who_asks_a_closed_map_is_refused(valkey_url: str, fleet: str) -> 
     await ownership.close()
     with pytest.raises(OwnershipUnavailable, match="closed"):
         await ownership.look_up([])
+    with pytest.raises(OwnershipUnavailable, match="closed"):
+        await ownership.connect()
+    with pytest.raises(OwnershipUnavailable, match="closed"):
+        await anext(ownership.holdings())
     del ownership
     gc.collect()
 
@@ -32,7 +36,9 @@ async def test_what_is_asked_while_it_closes_leaves_no_connection(valkey_url: st
         await ownership.connect()
         link.hold(True)
         asked = [asyncio.create_task(ownership.look_up([])) for _ in range(3)]
-        await asyncio.sleep(0.05)
+        async with asyncio.timeout(60):
+            while link.held < 3:
+                await asyncio.sleep(0.01)
         await ownership.close()
         link.hold(False)
         for one in await asyncio.gather(*asked, return_exceptions=True):

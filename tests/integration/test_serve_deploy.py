@@ -106,7 +106,8 @@ class Cluster:
     def known(self) -> set[str]:
         """The replicas of whichever ingress process answers."""
         body = {"model": MODEL, "prompt": "whom do you know?"}
-        return {one["replica"] for one in self.live.request("POST", "/explain", body).json["candidates"]}
+        answer = self.live.request("POST", "/explain", body)
+        return {one["replica"] for one in answer.json["candidates"]} if answer.status == 200 else set()
 
     def engines(self) -> list[int]:
         found = [pid for pid in descendants(self.process.pid) if "-m replicas.emulated" in command_of(pid)]

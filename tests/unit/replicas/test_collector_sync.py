@@ -1,4 +1,4 @@
-"""`Collector.in_sync` is never said too early: the map must have all of it, and say that it may be relied on."""
+"""`Collector.in_sync` is never said too early: the map must have all of it, and say whether it may be relied on."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from replicas.collector import Collector
 from replicas.events import BlockStored, KVEventBatch
 from replicas.sequence import Restarted
 from replicas.subscriber import Batch, Item
+from router.errors import OwnershipUnavailable
 from router.hashing import pack_token_ids
 from router.ownership import Lease, ReplicaRecord
 from router.ownership.memory import MemoryOwnershipMap
@@ -43,6 +44,7 @@ class Quiet:
         self.tracker = SimpleNamespace(in_doubt=False)
         self.counters: Counter[str] = Counter()
         self.seq, self.caught_up = 0, True
+        self.on_doubt: Callable[[], None] = lambda: None
 
     async def __aenter__(self) -> AsyncIterator[Item]:
         return self._nothing()
@@ -58,11 +60,6 @@ async def until(check: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
         while not check():
             await asyncio.sleep(0.001)
-
-
-def batch(seq: int) -> Batch:
-    """One block, whose hash is `seq` + 1."""
-    return Batch(seq, KVEventBatch(0.0, (BlockStored((seq + 1,), None, pack_token_ids([seq] * 4), 4),)))
 
 
 async def test_not_while_a_new_incarnation_joins() -> None:
@@ -88,27 +85,58 @@ async def test_not_before_the_map_says_that_a_doubt_is_over() -> None:
     await collector.start()
     await until(lambda: collector.in_sync)
 
-    def trusted() -> bool:
-        return bool(ownership._members["r"].record.trusted)  # type: ignore[union-attr]
-
     quiet.tracker.in_doubt = True
     assert not collector.in_sync
-    await until(lambda: not trusted())
+    await until(lambda: not record_of(ownership).trusted)
     quiet.tracker.in_doubt = False
     assert not collector.in_sync
     await until(lambda: collector.in_sync)
-    assert trusted()
+    assert record_of(ownership).trusted
     await end(collector._task)
 
 
-async def test_what_is_no_longer_doubted_is_told_with_what_ended_the_doubt_not_with_the_next_renewal() -> None:
-    ownership, quiet = MemoryOwnershipMap(time.monotonic), Quiet()
-    collector = Collector(ownership, RECORD, "events", lease_s=600, subscribe=lambda *_: quiet)  # type: ignore[arg-type,return-value]
+def record_of(ownership: MemoryOwnershipMap) -> ReplicaRecord:
+    record = ownership._members["r"].record
+    assert isinstance(record, ReplicaRecord)
+    return record
+
+
+async def joined_in_doubt(ownership: MemoryOwnershipMap, quiet: Quiet) -> Collector:
+    """Its next renewal is minutes away."""
+    collector = Collector(ownership, RECORD, "events", lease_s=600, retry_s=(0.01, 0.01), subscribe=lambda *_: quiet)  # type: ignore[arg-type,return-value]
     await collector.start()
-    for seq, doubted in enumerate([False, True, False, True, False]):
-        quiet.tracker.in_doubt = doubted
-        collector._on_item(batch(seq))
-        await until(lambda: collector.in_sync)
-        (record,) = (await ownership.look_up(())).replicas.values()
-        assert record.trusted is not doubted
+    await until(lambda: collector.in_sync)
+    quiet.tracker.in_doubt = True
+    collector._writer.join_again()
+    await until(lambda: collector.in_sync)
+    assert not record_of(ownership).trusted
+    return collector
+
+
+async def test_a_doubt_that_is_over_is_told_at_once_not_with_the_next_renewal() -> None:
+    ownership, quiet = MemoryOwnershipMap(time.monotonic), Quiet()
+    collector = await joined_in_doubt(ownership, quiet)
+    quiet.tracker.in_doubt = False
+    assert not collector.in_sync
+    quiet.on_doubt()
+    await until(lambda: collector.in_sync)
+    assert record_of(ownership).trusted
+    await end(collector._task)
+
+
+async def test_a_renewal_that_failed_may_have_been_carried_out_and_is_repeated() -> None:
+    class TooLate(MemoryOwnershipMap):
+        async def renew(self, *args: Any) -> None:
+            await super().renew(*args)
+            if record_of(self).trusted:
+                quiet.tracker.in_doubt = True  # again, before anybody knows that the map says otherwise
+                raise OwnershipUnavailable("no answer in time")
+
+    ownership, quiet = TooLate(time.monotonic), Quiet()
+    collector = await joined_in_doubt(ownership, quiet)
+    quiet.tracker.in_doubt = False
+    quiet.on_doubt()
+    await until(lambda: collector.counters["unavailable"] == 1)
+    await until(lambda: collector.in_sync)
+    assert not record_of(ownership).trusted
     await end(collector._task)
