@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import shutil
@@ -124,7 +125,8 @@ def _ray(app: AppConfig, progress: Progress) -> Iterator[None]:
     finally:
         with _uninterrupted():
             progress.say("stopping Ray")
-            ray.shutdown()
+            with _without_rays_word():
+                ray.shutdown()
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -150,7 +152,8 @@ def _serve(app: AppConfig, port: int, progress: Progress) -> Iterator[None]:
     finally:
         with _uninterrupted():
             progress.say("stopping the replicas")
-            serve.shutdown()  # type: ignore[no-untyped-call]
+            with _without_rays_word():
+                serve.shutdown()  # type: ignore[no-untyped-call]
 
 
 def short_folder() -> str:
@@ -248,6 +251,11 @@ def _uninterrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+def _without_rays_word() -> contextlib.redirect_stdout[io.StringIO]:
+    """A thread of Ray's prints what fails in its cluster, and of one that is being stopped something always may."""
+    return contextlib.redirect_stdout(io.StringIO())
 
 
 def _welcome(app: AppConfig, url: str) -> str:
