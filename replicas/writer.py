@@ -157,9 +157,8 @@ class MapWriter:
             if not self._audit.repairing:
                 self._renew_at = now  # credit from now on
         elif self.told_trusted is None or (self._record().trusted and not self.told_trusted):
-            await self._renew(
-                self.lease
-            )  # a doubt waits for the next renewal, as most are over by then; its end doesn't
+            # A doubt waits for the next renewal, as most are over by then; its end doesn't.
+            await self._renew(self.lease)
         elif self._turning or self._journal > 2 * len(self._published()) + _JOURNAL_SLACK:
             await self._turn_journal(self.lease)
         else:
